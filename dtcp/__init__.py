@@ -1,0 +1,74 @@
+"""dtcp: exact, load-balanced context and sequence parallelism for PyTorch, never silently wrong."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dtcp.attention.api import context_parallel_attention
+    from dtcp.attention.reference import reference_attention
+    from dtcp.layout import SequenceLayout, Tile, make_layout
+    from dtcp.loss import count_valid_tokens, token_loss
+    from dtcp.mesh import ParallelDims
+    from dtcp.parallelize.context import ContextParallel, set_sequence
+    from dtcp.parallelize.fsdp import apply_fsdp
+    from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
+    from dtcp.shard import check_same_batch, shard, shift_labels, unshard
+
+# Public name -> module that defines it. Loaded on first use, so that `import dtcp` stays light
+# (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
+_HOME = {
+    "ContextParallel": "dtcp.parallelize.context",
+    "ParallelDims": "dtcp.mesh",
+    "SequenceLayout": "dtcp.layout",
+    "Tile": "dtcp.layout",
+    "apply_fsdp": "dtcp.parallelize.fsdp",
+    "check_same_batch": "dtcp.shard",
+    "clip_grad_norm_": "dtcp.parallelize.gradients",
+    "context_parallel_attention": "dtcp.attention.api",
+    "count_valid_tokens": "dtcp.loss",
+    "make_layout": "dtcp.layout",
+    "reduce_gradients": "dtcp.parallelize.gradients",
+    "reference_attention": "dtcp.attention.reference",
+    "set_sequence": "dtcp.parallelize.context",
+    "shard": "dtcp.shard",
+    "shift_labels": "dtcp.shard",
+    "token_loss": "dtcp.loss",
+    "unshard": "dtcp.shard",
+}
+
+__all__ = [
+    "ContextParallel",
+    "ParallelDims",
+    "SequenceLayout",
+    "Tile",
+    "__version__",
+    "apply_fsdp",
+    "check_same_batch",
+    "clip_grad_norm_",
+    "context_parallel_attention",
+    "count_valid_tokens",
+    "make_layout",
+    "reduce_gradients",
+    "reference_attention",
+    "set_sequence",
+    "shard",
+    "shift_labels",
+    "token_loss",
+    "unshard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dtcp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
