@@ -1,0 +1,38 @@
+"""Sizes of the published models and of two tiny ones, as data."""
+
+from dtcp.models.gpt import GPTConfig
+from dtcp.models.llama import LlamaConfig
+from dtcp.models.rope import RopeScaling
+
+BYTES_VOCAB_SIZE = 264  # the byte tokenizer's 257 ids, rounded up so that 2, 4 and 8 ranks can share the head
+GPT2_VOCAB_SIZE = 50_257
+LLAMA3_VOCAB_SIZE = 128_256
+
+
+def _gpt2(dim: int, num_layers: int, num_heads: int) -> GPTConfig:
+    return GPTConfig(GPT2_VOCAB_SIZE, 1024, dim, num_layers, num_heads)
+
+
+def _llama3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, stretch: float | None, tied: bool) -> LlamaConfig:
+    scaling = None if stretch is None else RopeScaling(stretch)
+    return LlamaConfig(
+        LLAMA3_VOCAB_SIZE, dim, num_layers, num_heads, 8, ffn_dim, rope_scaling=scaling, tie_weights=tied
+    )
+
+
+PRESETS: dict[str, GPTConfig | LlamaConfig] = {
+    "gpt_tiny": GPTConfig(BYTES_VOCAB_SIZE, 4096, 128, 4, 4),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2_medium": _gpt2(1024, 24, 16),
+    "gpt2_large": _gpt2(1280, 36, 20),
+    "gpt2_xl": _gpt2(1600, 48, 25),
+    "llama_tiny": LlamaConfig(BYTES_VOCAB_SIZE, 128, 4, 4, 2, 352, rope_theta=10_000.0),
+    "llama3_8b": _llama3(4096, 32, 32, 14_336, None, False),
+    "llama3_70b": _llama3(8192, 80, 64, 28_672, None, False),
+    "llama3_1_8b": _llama3(4096, 32, 32, 14_336, 8.0, False),
+    "llama3_1_70b": _llama3(8192, 80, 64, 28_672, 8.0, False),
+    "llama3_405b": _llama3(16_384, 126, 128, 53_248, 8.0, False),  # published as Llama 3.1 only
+    "llama3_2_1b": _llama3(2048, 16, 32, 8192, 32.0, True),
+    "llama3_2_3b": _llama3(3072, 28, 24, 8192, 32.0, True),
+}
+"""Sources: the GPT-2 and Llama 3, 3.1 and 3.2 model cards and configuration files."""
