@@ -124,6 +124,20 @@ class SequenceLayout:
             )
         return _tiles(self, kv_layout, q_rank, kv_rank, is_causal)
 
+    def key_range(
+        self, q_rank: int, kv_rank: int, *, is_causal: bool = False, kv_layout: SequenceLayout | None = None
+    ) -> tuple[int, int]:
+        """Slots start..stop of ``kv_rank`` that ``tiles`` of the same arguments read; (0, 0) if none."""
+        kv_layout = kv_layout or self
+        num_q, num_kv = _num_valid(self, q_rank), _num_valid(kv_layout, kv_rank)
+        if num_q == 0:
+            return 0, 0
+        if not is_causal:
+            return 0, num_kv
+        last = _positions(self.name, self.cp, self.local_seq_len, q_rank)[num_q - 1]
+        keys = _positions(kv_layout.name, kv_layout.cp, kv_layout.local_seq_len, kv_rank)[:num_kv]
+        return 0, int(torch.searchsorted(keys, last, right=True))
+
     def attended_pairs(
         self, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1), documents: Any = None
     ) -> list[int]:

@@ -1,0 +1,141 @@
+"""The explicit attention call.
+
+Shapes: query (B, Hq, S_local, D), key (B, Hkv, S_local, D), value (B, Hkv, S_local, Dv), in layout order; or with
+the two middle dims exchanged for ``qkv_format="bshd"``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dtcp.attention.arguments import check_inputs, check_later_features, check_layouts, check_strategy
+from dtcp.attention.kernels import choose_kernel
+from dtcp.attention.ops import attention_forward
+from dtcp.collectives import agree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dtcp.layout import SequenceLayout
+
+# The function itself, not the attribute of torch.nn.functional that users and libraries replace.
+_scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    kv_layout: SequenceLayout | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    documents: Any = None,
+    key_lengths: Tensor | None = None,
+    mask_mod: Any = None,
+    sinks: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    head_offset: int = 0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    strategy: str = "ring",
+    ulysses_degree: int | None = None,
+    kernel: str = "auto",
+    qkv_format: str = "bhsd",
+    return_lse: bool = False,
+) -> Any:
+    """Return exact attention of this rank's queries over the keys of the whole sequence. Collective over ``mesh``.
+
+    Args:
+        query: (B, Hq, S_local, D), this rank's slots in the order of ``layout``.
+        key: (B, Hkv, S_local, D); Hkv divides Hq. K and V travel with Hkv heads.
+        value: (B, Hkv, S_local, Dv).
+        mesh: 1-D mesh of the cp axis. With one rank this is plain ``scaled_dot_product_attention``.
+        layout: Who holds which tokens, of the queries and, without ``kv_layout``, of the keys.
+        kv_layout: Layout of the keys where their length is another one (cross attention, not causal).
+        is_causal: Token i sees token j iff j ≤ i, by global position.
+        scale: Of the scores; None is 1/√D.
+        enable_gqa: Allow Hkv < Hq.
+        strategy: ``ring`` (two kv shards per rank; keys and values sent once in the forward, once in the
+            backward, float32 key gradients back to their owner) or ``all_gather`` (the whole K and V on every rank).
+        kernel: ``auto``, or one of ``flash``, ``efficient``, ``cudnn``, ``math``; an explicit one never falls back.
+        qkv_format: ``bhsd`` or ``bshd``, of inputs and output.
+        return_lse: Also return lse, without gradient.
+
+        The masks ``window_size``, ``documents``, ``key_lengths``, ``mask_mod``, ``sinks``, ``attn_bias``,
+        ``alibi_slopes``, ``softcap`` (and ``head_offset``, which only ``mask_mod`` reads), ``dropout_p`` and
+        ``ulysses_degree`` are refused until they are available.
+
+    Returns:
+        out in the format and dtype of ``query``; with ``return_lse`` (out, lse), lse (B, Hq, S_local) natural
+        log, float32 (float64 for float64). Pad slots have out 0, lse −inf and gradient 0, whatever they hold.
+
+    Raises:
+        ValueError: If inputs, mesh, layouts or ranks do not fit together.
+        NotImplementedError: For what is not available yet; also a gradient into lse, and a double backward.
+    """
+    try:
+        check_later_features(
+            window_size=window_size, documents=documents, key_lengths=key_lengths, mask_mod=mask_mod, sinks=sinks,
+            attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap, dropout_p=dropout_p,
+        )  # fmt: skip
+        check_strategy(strategy, ulysses_degree)
+        query, key, value = _autocast(query, key, value)
+        check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format=qkv_format)
+        if qkv_format == "bhsd":
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        check_layouts(
+            mesh, layout, kv_layout, query_length=query.size(1), key_length=key.size(1), is_causal=is_causal
+        )
+        choose_kernel(kernel, query, max(query.size(-1), value.size(-1)))
+    except (ValueError, NotImplementedError) as error:
+        _report_refusal(error, mesh)
+        raise
+    kv_layout = kv_layout or layout
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+    if _is_plain(layout, kv_layout, query, value, kernel) and not return_lse:
+        out = _scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            is_causal=is_causal, scale=scale, enable_gqa=query.size(2) != key.size(2),
+        )  # fmt: skip
+        return out if qkv_format == "bhsd" else out.transpose(1, 2)
+    group_name = mesh.get_group().group_name
+    out, lse = attention_forward(
+        query, key, value, layout.state, kv_layout.state, group_name, is_causal, scale, strategy, kernel
+    )
+    if qkv_format == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def _is_plain(
+    layout: SequenceLayout, kv_layout: SequenceLayout, query: Tensor, value: Tensor, kernel: str
+) -> bool:
+    """One rank, no pads, no kernel asked for, and head dims that torch's fused kernels take."""
+    unpadded = all(of.padded_seq_len == of.seq_len for of in (layout, kv_layout))
+    return layout.cp == 1 and unpadded and kernel == "auto" and query.size(-1) == value.size(-1)
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast does for scaled_dot_product_attention, which a custom op would miss."""
+    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (x.to(dtype) if x.dtype != torch.float64 else x for x in (query, key, value))
+    return query, key, value
+
+
+def _report_refusal(error: Exception, mesh: DeviceMesh) -> None:
+    """Let the other ranks of a CPU group know, so that they raise too instead of waiting for this one."""
+    if torch.compiler.is_compiling() or mesh.ndim != 1 or mesh.size() == 1 or mesh.device_type != "cpu":
+        return
+    agree("context_parallel_attention", {}, mesh.get_group(), torch.device("cpu"), error=error)

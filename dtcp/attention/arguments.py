@@ -1,0 +1,131 @@
+"""What attention calls accept: checks shared by the parallel call and the reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dtcp.attention.strategies import STRATEGY_NAMES
+from dtcp.collectives import check_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dtcp.layout import SequenceLayout
+
+QKV_FORMATS = ("bhsd", "bshd")
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PLANNED_STRATEGIES = ("ulysses", "hybrid", "exchange", "auto")
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, qkv_format: str) -> None:
+    """Raise ValueError unless query, key and value fit together; lengths are checked by the caller."""
+    if qkv_format not in QKV_FORMATS:
+        raise ValueError(f"qkv_format must be 'bhsd' or 'bshd', got {qkv_format!r}")
+    named = (("query", query), ("key", key), ("value", value))
+    for name, x in named:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(f"{name} must be a non-empty 4-D tensor in {qkv_format} order, got shape {tuple(x.shape)}")
+        if x.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+    for what, of in (("dtype", lambda x: x.dtype), ("device", lambda x: x.device), ("batch size", lambda x: x.size(0))):
+        if not of(query) == of(key) == of(value):
+            raise ValueError(
+                f"query, key and value must have one {what}, got {of(query)}, {of(key)} and {of(value)}"
+            )
+    if query.size(3) != key.size(3):
+        raise ValueError(f"query and key must have one head dim, got {query.size(3)} and {key.size(3)}")
+    head_dim, seq_dim = (1, 2) if qkv_format == "bhsd" else (2, 1)
+    if key.size(head_dim) != value.size(head_dim) or key.size(seq_dim) != value.size(seq_dim):
+        raise ValueError(
+            f"key and value must have the same heads and length, got shapes {tuple(key.shape)} and "
+            f"{tuple(value.shape)} in {qkv_format} order"
+        )
+    _check_heads(query.size(head_dim), key.size(head_dim), enable_gqa)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
+    if num_heads % num_kv_heads:
+        raise ValueError(f"query heads must be a multiple of key heads, got {num_heads} and {num_kv_heads}")
+    if num_heads != num_kv_heads and not enable_gqa:
+        raise ValueError(
+            f"{num_heads} query heads with {num_kv_heads} key heads is grouped-query attention; pass enable_gqa=True"
+        )
+
+
+def check_later_features(
+    *,
+    window_size: tuple[int, int],
+    documents: Any,
+    key_lengths: Any,
+    mask_mod: Any,
+    sinks: Any,
+    attn_bias: Any,
+    alibi_slopes: Any,
+    softcap: float | None,
+    dropout_p: float,
+) -> None:
+    """Raise NotImplementedError for what is asked for and not available yet: no mask is ever dropped."""
+    if tuple(window_size) != (-1, -1):
+        raise NotImplementedError(f"window_size={tuple(window_size)} is not available yet; use (-1, -1)")
+    asked = {
+        "documents": documents,
+        "key_lengths": key_lengths,
+        "mask_mod": mask_mod,
+        "sinks": sinks,
+        "attn_bias": attn_bias,
+        "alibi_slopes": alibi_slopes,
+        "softcap": softcap,
+    }
+    for name, value in asked.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not available yet; use {name}=None")
+    if dropout_p:
+        raise NotImplementedError(f"attention dropout is not available yet, got dropout_p={dropout_p}; use 0.0")
+
+
+def check_strategy(strategy: str, ulysses_degree: int | None) -> None:
+    """Raise unless ``strategy`` exists."""
+    if strategy in _PLANNED_STRATEGIES:
+        raise NotImplementedError(f"strategy={strategy!r} is not available yet; use one of {', '.join(STRATEGY_NAMES)}")
+    if strategy not in STRATEGY_NAMES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGY_NAMES)}, got {strategy!r}")
+    if ulysses_degree is not None:
+        raise ValueError(f"ulysses_degree={ulysses_degree} has no meaning for strategy={strategy!r}; leave it None")
+
+
+def check_layouts(
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    kv_layout: SequenceLayout | None,
+    *,
+    query_length: int,
+    key_length: int,
+    is_causal: bool,
+) -> None:
+    """Raise ValueError unless mesh, layouts and local lengths fit together."""
+    check_mesh(mesh, "context_parallel_attention")
+    for name, of in (("layout", layout), ("kv_layout", kv_layout or layout)):
+        if of.cp != mesh.size():
+            raise ValueError(
+                f"{name} is for cp={of.cp} but the mesh has {mesh.size()} ranks; make it with cp={mesh.size()}"
+            )
+    if is_causal and kv_layout is not None and kv_layout != layout:
+        raise ValueError(
+            "is_causal needs queries and keys in one layout; use is_causal=False for cross attention, or drop kv_layout"
+        )
+    if query_length != layout.local_seq_len:
+        raise ValueError(
+            f"query has {query_length} slots but the layout ({layout.name}, seq_len={layout.seq_len}, cp={layout.cp}) "
+            f"has {layout.local_seq_len} on each rank; cut it with shard(query, mesh, layout)"
+        )
+    expected = (kv_layout or layout).local_seq_len
+    if key_length != expected:
+        raise ValueError(
+            f"key and value have {key_length} slots but {'kv_layout' if kv_layout else 'layout'} has {expected} on "
+            "each rank; cut them with shard, and give kv_layout if their length is another one"
+        )

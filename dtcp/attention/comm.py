@@ -1,0 +1,38 @@
+"""Point-to-point exchange between the ranks of one group. Ranks are numbered within the group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """``rows`` go to, or come from, ``peer``; contiguous."""
+
+    peer: int
+    rows: Tensor
+
+
+class Exchange:
+    """Messages in flight. The tensors belong to the exchange until ``wait`` has returned."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def start_exchange(sends: list[Message], receives: list[Message], group: dist.ProcessGroup) -> Exchange:
+    """Start sending and receiving; returns at once. Every rank must list its messages in the same order.
+
+    Sizes must match between sender and receiver (both come from one schedule): gloo aborts the process if
+    they do not. A message without rows is not sent.
+    """
+    operations = [dist.P2POp(dist.isend, m.rows, group=group, group_peer=m.peer) for m in sends if m.rows.size(0)]
+    operations += [dist.P2POp(dist.irecv, m.rows, group=group, group_peer=m.peer) for m in receives if m.rows.size(0)]
+    return Exchange(dist.batch_isend_irecv(operations) if operations else [])

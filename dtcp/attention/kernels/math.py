@@ -1,0 +1,98 @@
+"""Attention written out, for any device and any float dtype. Shapes as in ``kernels/__init__``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Scores of one block of queries, in elements: 64 MiB in float32.
+_BLOCK_ELEMENTS = 1 << 24
+
+
+class MathKernel:
+    """Explicit softmax in float32 (float64 for float64), a block of queries at a time, so memory stays bounded."""
+
+    name = "math"
+
+    def refusal(self, query: Tensor, head_dim: int) -> str | None:
+        return None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        dtype, (query, key, value) = _upcast(query, key, value)
+        out = query.new_empty(*query.shape[:3], value.size(-1))
+        lse = query.new_empty(query.shape[:3])
+        for start, stop, keys in _blocks(query, key, is_causal):
+            scores = _scores(query, key, start, stop, keys, is_causal, scale)
+            block_lse = scores.logsumexp(-1)
+            lse[:, :, start:stop] = block_lse.flatten(1, 2)
+            weights = (scores - block_lse.unsqueeze(-1)).exp()
+            out[:, :, start:stop] = _by_kv_head(weights, value[:, :, :keys]).flatten(1, 2)
+        return out.to(dtype), lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, (grad_out, query, key, value, out) = _upcast(grad_out, query, key, value, out)
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        groups = (key.size(1), -1)
+        delta = (grad_out * out).sum(-1)
+        for start, stop, keys in _blocks(query, key, is_causal):
+            rows = (slice(None), slice(None), slice(start, stop))
+            scores = _scores(query, key, start, stop, keys, is_causal, scale)
+            weights = (scores - lse[rows].unflatten(1, groups).unsqueeze(-1)).exp()
+            block_grad = grad_out[rows].unflatten(1, groups)
+            grad_value[:, :, :keys] += _over_queries(weights, block_grad)
+            grad_weights = _by_kv_head(block_grad, value[:, :, :keys].mT)
+            grad_scores = weights * (grad_weights - delta[rows].unflatten(1, groups).unsqueeze(-1)) * scale
+            grad_query[rows] = _by_kv_head(grad_scores, key[:, :, :keys]).flatten(1, 2)
+            grad_key[:, :, :keys] += _over_queries(grad_scores, query[rows].unflatten(1, groups))
+        return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
+
+
+def _upcast(*tensors: Tensor) -> tuple[torch.dtype, list[Tensor]]:
+    dtype = tensors[0].dtype
+    return dtype, [t if dtype == torch.float64 else t.float() for t in tensors]
+
+
+def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[tuple[int, int, int]]:
+    """(first query, last query + 1, keys that they see) of each block."""
+    num_queries, num_keys = query.size(2), key.size(2)
+    block = max(1, _BLOCK_ELEMENTS // (query.size(0) * query.size(1) * num_keys))
+    for start in range(0, num_queries, block):
+        stop = min(start + block, num_queries)
+        yield start, stop, stop if is_causal else num_keys
+
+
+def _scores(
+    query: Tensor, key: Tensor, start: int, stop: int, keys: int, is_causal: bool, scale: float
+) -> Tensor:
+    """(B, Hkv, Hq/Hkv, stop−start, keys), −inf where the mask is."""
+    block = query[:, :, start:stop].unflatten(1, (key.size(1), -1))
+    scores = _by_kv_head(block, key[:, :, :keys].mT).mul_(scale)
+    if is_causal:
+        later = torch.arange(keys, device=key.device) > torch.arange(start, stop, device=key.device).unsqueeze(-1)
+        scores.masked_fill_(later, float("-inf"))
+    return scores
+
+
+def _by_kv_head(x: Tensor, y: Tensor) -> Tensor:
+    """(B, Hkv, G, n, m) @ (B, Hkv, m, k) → (B, Hkv, G, n, k), as one matmul for each key head."""
+    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+
+
+def _over_queries(x: Tensor, y: Tensor) -> Tensor:
+    """(B, Hkv, G, n, k)ᵀ @ (B, Hkv, G, n, m), summed over the G heads of a group → (B, Hkv, k, m)."""
+    return x.flatten(2, 3).mT @ y.flatten(2, 3)

@@ -1,0 +1,50 @@
+"""Merge attention outputs computed over disjoint key sets, and add up the gradients of tiles.
+
+Shapes: out (B, H, S, Dv), lse (B, H, S). lse is natural log. Both are kept in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Partial:
+    """Attention of S queries over the keys seen so far: (0, −inf) where none was.
+
+    Args:
+        shape: (B, H, S, Dv) of ``out``.
+        dtype: Of the accumulation.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        batch, heads, seq_len, value_dim = shape
+        # Memory is (B, S, H, Dv): what kernels return and what the op gives to the caller.
+        self.out = torch.zeros(batch, seq_len, heads, value_dim, dtype=dtype, device=device).transpose(1, 2)
+        self.lse = torch.full((batch, heads, seq_len), float("-inf"), dtype=dtype, device=device)
+        self._is_fresh = True
+
+    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Add what the queries ``rows`` saw in another set of keys."""
+        own_out, own_lse = self.out[:, :, rows], self.lse[:, :, rows]
+        if self._is_fresh:
+            self._is_fresh = False
+            own_out.copy_(out)
+            own_lse.copy_(lse)
+            return
+        # w = e^lse / (e^own_lse + e^lse), which neither over- nor underflows. (−inf) − (−inf) is NaN: a set
+        # without keys has weight 0, and (−inf, −inf) stays (0, −inf).
+        weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == float("-inf"), 0)
+        own_out.lerp_(out.to(own_out.dtype), weight.unsqueeze(-1))
+        own_lse.copy_(torch.logaddexp(own_lse, lse))
+
+
+class Sum:
+    """A gradient (B, H, S, D) that tiles add their parts to; rows that no tile touches are 0."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        batch, heads, seq_len, dim = shape
+        self.total = torch.zeros(batch, seq_len, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+
+    def add(self, rows: slice, part: Tensor, heads: slice = slice(None)) -> None:
+        self.total[:, heads, rows].add_(part)

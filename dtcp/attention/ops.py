@@ -1,0 +1,185 @@
+"""Context parallel attention as two custom ops, so that it is opaque to Dynamo, AOTAutograd and DTensor.
+
+Shapes: query (B, S_q, Hq, D), key (B, S_kv, Hkv, D), value (B, S_kv, Hkv, Dv), any strides; out (B, S_q, Hq, Dv)
+and the gradients contiguous; lse (B, Hq, S_q). Only constants, a group name and tensors travel: layouts as the
+int64 tensors ``layout.state``, so that the next step's layout costs no recompilation and the backward, also a
+recomputed or delayed one, uses the layouts of its own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dtcp.attention.kernels import choose_kernel, lse_dtype
+from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
+from dtcp.collectives import DTYPES, agree, resolve_group
+from dtcp.layout import layout_from_state
+
+
+@torch.library.custom_op("dtcp::attention_forward", mutates_args=())
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_state: Tensor,
+    kv_state: Tensor,
+    group_name: str,
+    is_causal: bool,
+    scale: float,
+    strategy: str,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of this rank's queries over the whole sequence's keys. Collective."""
+    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
+    fields = agreement_fields(query, key, value, call, strategy)
+    agree("context_parallel_attention", fields, call.group, query.device)
+    out, lse = choose_strategy(strategy).forward(call, *_by_head(query, key, value))
+    return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous()
+
+
+@torch.library.custom_op("dtcp::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_state: Tensor,
+    kv_state: Tensor,
+    group_name: str,
+    is_causal: bool,
+    scale: float,
+    strategy: str,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (grad_query, grad_key, grad_value). Collective; all three are made, whichever are needed."""
+    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
+    grad_out, query_, key_, value_, out = _by_head(grad_out, query, key, value, out)
+    grads = choose_strategy(strategy).backward(call, grad_out, query_, key_, value_, out, lse)
+    grad_query, grad_key, grad_value = (g.to(query.dtype).transpose(1, 2).contiguous() for g in grads)
+    return grad_query, grad_key, grad_value
+
+
+def agreement_fields(query: Tensor, key: Tensor, value: Tensor, call: Call, strategy: str) -> dict[str, int]:
+    """What has to be equal on every rank before anything is exchanged."""
+    return {
+        "dtype": DTYPES.index(query.dtype),
+        "batch size": query.size(0),
+        "query heads": query.size(2),
+        "key heads": key.size(2),
+        "head dim": query.size(3),
+        "value head dim": value.size(3),
+        "query layout": _state_number(call.layout.state),
+        "key layout": _state_number(call.kv_layout.state),
+        "is_causal": int(call.is_causal),
+        "scale": int(torch.tensor(call.scale, dtype=torch.float64).view(torch.int64)),
+        "strategy": STRATEGY_NAMES.index(strategy),
+    }
+
+
+def _state_number(state: Tensor) -> int:
+    return hash(tuple(state.tolist()))  # of ints: the same in every process
+
+
+def _call(
+    query: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool, scale: float,
+    kernel: str,
+) -> Call:  # fmt: skip
+    return Call(
+        group=resolve_group(group_name),
+        layout=layout_from_state(q_state),
+        kv_layout=layout_from_state(kv_state),
+        is_causal=is_causal,
+        scale=scale,
+        kernel=choose_kernel(kernel, query, max(query.size(-1), value.size(-1))),
+    )
+
+
+def _by_head(*tensors: Tensor) -> list[Tensor]:
+    """(B, S, H, D) → (B, H, S, D), the order of the kernels; a view."""
+    return [t.transpose(1, 2) for t in tensors]
+
+
+@attention_forward.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool,
+    scale: float, strategy: str, kernel: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, seq_len, heads, _ = query.shape
+    out = query.new_empty(batch, seq_len, heads, value.size(-1))
+    return out, query.new_empty(batch, heads, seq_len, dtype=lse_dtype(query.dtype))
+
+
+@attention_backward.register_fake
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, q_state: Tensor,
+    kv_state: Tensor, group_name: str, is_causal: bool, scale: float, strategy: str, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, q_state, kv_state, *ctx.constants = inputs
+    ctx.save_for_backward(query, key, value, *output, q_state, kv_state)
+    # Zeros for an unused output would hide whether a gradient came into lse.
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_lse is not None:
+        raise NotImplementedError(
+            "context_parallel_attention has no gradient with respect to lse; use lse.detach(), or "
+            "reference_attention(…, return_lse=True) for a loss that reads it"
+        )
+    query, key, value, out, lse, q_state, kv_state = ctx.saved_tensors
+    if grad_out is None:
+        return (None,) * 10
+    grads = attention_backward(grad_out, query, key, value, out, lse, q_state, kv_state, *ctx.constants)
+    return *grads, *(None,) * 7
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "context_parallel_attention has no second derivative (double backward); use reference_attention on one rank"
+    )
+
+
+attention_forward.register_autograd(_autograd, setup_context=_save_for_backward)
+attention_backward.register_autograd(_no_double_backward)
+
+
+def _pairs(query: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool) -> float:
+    """Allowed (query, key) pairs of this rank; under FakeTensor, where layouts have no data, the whole rectangle."""
+    if isinstance(q_state, FakeTensor):
+        local, cp = query.size(1), resolve_group(group_name).size()
+        return local * local * cp
+    layout, kv_layout = layout_from_state(q_state), layout_from_state(kv_state)
+    rank = resolve_group(group_name).rank()
+    tiles = (layout.tiles(rank, s, is_causal=is_causal, kv_layout=kv_layout) for s in range(layout.cp))
+    return sum(tile.num_pairs for of_source in tiles for tile in of_source)
+
+
+@register_flop_formula(torch.ops.dtcp.attention_forward, get_raw=True)
+def _forward_flops(
+    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """2 FLOPs × pairs × (D for scores + Dv for out), of this rank."""
+    pairs = _pairs(query, q_state, kv_state, group_name, is_causal)
+    return int(2 * query.size(0) * query.size(2) * pairs * (query.size(3) + value.size(3)))
+
+
+@register_flop_formula(torch.ops.dtcp.attention_backward, get_raw=True)
+def _backward_flops(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, q_state: Tensor,
+    kv_state: Tensor, group_name: str, is_causal: bool, *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """2 FLOPs × pairs × (3·D + 2·Dv): scores again, their gradient, and those of query, key and value."""
+    pairs = _pairs(query, q_state, kv_state, group_name, is_causal)
+    return int(2 * query.size(0) * query.size(2) * pairs * (3 * query.size(3) + 2 * value.size(3)))

@@ -1,0 +1,270 @@
+"""How queries meet the keys of other ranks: ``ring`` and ``all_gather``.
+
+Shapes: query (B, Hq, S_q, D), key (B, Hkv, S_kv, D), value (B, Hkv, S_kv, Dv), this rank's slots; lse (B, Hq, S_q).
+Keys and values travel as one message, kv (S_kv, B, Hkv, D+Dv): a range of rows is one contiguous piece of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtcp.attention.comm import Exchange, Message, start_exchange
+from dtcp.attention.kernels import Kernel, lse_dtype
+from dtcp.attention.merge import Partial, Sum
+from dtcp.attention.schedule import ring_schedule
+from dtcp.collectives import start_all_gather_rows, start_reduce_scatter_rows
+from dtcp.layout import SequenceLayout, Tile
+
+STRATEGY_NAMES = ("ring", "all_gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one attention call is about, besides its tensors."""
+
+    group: dist.ProcessGroup
+    layout: SequenceLayout
+    kv_layout: SequenceLayout
+    is_causal: bool
+    scale: float
+    kernel: Kernel
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def tiles(self, source: int) -> tuple[Tile, ...]:
+        """What this rank computes with the keys of ``source``."""
+        return self.layout.tiles(self.rank, source, is_causal=self.is_causal, kv_layout=self.kv_layout)
+
+
+class Strategy(Protocol):
+    """Forward and backward of one call on one rank; both are collective."""
+
+    def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) in the accumulation dtype."""
+        ...
+
+    def backward(
+        self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (grad_query, grad_key, grad_value) in the accumulation dtype, summed over all ranks' queries."""
+        ...
+
+
+def choose_strategy(name: str) -> Strategy:
+    """Return the strategy ``name``; the caller has checked that it exists."""
+    match name:
+        case "ring":
+            return Ring()
+        case "all_gather":
+            return AllGather()
+        case _:
+            raise AssertionError(name)
+
+
+class Ring:
+    """Ring attention (Liu et al., arXiv 2310.01889) over the ranks' tiles, two kv shards per rank whatever cp is.
+
+    A step's exchange is in flight while its tiles are computed. In the backward, the keys go round once more,
+    and each rank's part of a key gradient goes straight back to the owner in float32, one step later.
+    """
+
+    def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        partial = _partial(query, value)
+        for _, tiles, source_key, source_value in self._rotate(call, key, value):
+            _attend(call, partial, query, source_key, source_value, tiles)
+        return partial.out, partial.lse
+
+    def backward(
+        self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = _Grads(call, grad_out, query, key, value, out, lse)
+        schedule = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank)
+        parts, arriving = grads.new_parts(2), grads.new_parts(1)[0]
+        early, late = _halves_of_heads(key)
+        for step, tiles, source_key, source_value in self._rotate(call, key, value):
+            if step == 0:
+                grads.add_own(tiles, early)
+                continue
+            returning = None
+            if step > 1:
+                returning = self._start_return(call, step - 1, parts[(step - 1) % 2], arriving)
+            grads.add_part(tiles, source_key, source_value, parts[step % 2], schedule.steps[step].grad_rows)
+            if returning:
+                returning.wait()
+                grads.add_returned(arriving, schedule.steps[step - 1].reader_rows)
+        last = call.layout.cp - 1
+        # The last part has no step left to hide behind but the second half of the rank's own tiles.
+        returning = self._start_return(call, last, parts[last % 2], arriving) if last else None
+        grads.add_own(schedule.steps[0].tiles, late)
+        if returning:
+            returning.wait()
+            grads.add_returned(arriving, schedule.steps[last].reader_rows)
+        return grads.query.total, grads.key.total, grads.value.total
+
+    @staticmethod
+    def _rotate(
+        call: Call, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[int, tuple[Tile, ...], Tensor, Tensor]]:
+        """Yield (step, tiles, key, value) of each source; the next source is on its way meanwhile."""
+        schedule = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank)
+        held = _pack(key, value) if call.layout.cp > 1 else key.new_empty(0)
+        incoming = torch.empty_like(held)
+        for index, step in enumerate(schedule.steps):
+            exchange = start_exchange(
+                [Message(schedule.next_rank, held[slice(*step.send)])],
+                [Message(schedule.previous_rank, incoming[slice(*step.receive)])],
+                call.group,
+            )
+            yield index, step.tiles, *((key, value) if index == 0 else _unpack(held, key.size(-1)))
+            exchange.wait()
+            held, incoming = incoming, held
+
+    @staticmethod
+    def _start_return(call: Call, step: int, part: Tensor, arriving: Tensor) -> Exchange:
+        """Send the key gradients made in ``step`` to their owner; receive those that another rank made for this one."""
+        done = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank).steps[step]
+        return start_exchange(
+            [Message(done.source, part[slice(*done.grad_rows)])],
+            [Message(done.reader, arriving[slice(*done.reader_rows)])],
+            call.group,
+        )
+
+
+class AllGather:
+    """Every rank gathers all keys and values (Llama 3, arXiv 2407.21783 §3.3.2), behind its own tiles."""
+
+    def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        partial = _partial(query, value)
+        kv, gathering = start_all_gather_rows(_pack(key, value), call.group)
+        _attend(call, partial, query, key, value, call.tiles(call.rank))
+        gathering.wait()
+        for source, source_kv in self._others(call, kv):
+            _attend(call, partial, query, *_unpack(source_kv, key.size(-1)), call.tiles(source))
+        return partial.out, partial.lse
+
+    def backward(
+        self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = _Grads(call, grad_out, query, key, value, out, lse)
+        kv, gathering = start_all_gather_rows(_pack(key, value), call.group)
+        early, late = _halves_of_heads(key)
+        grads.add_own(call.tiles(call.rank), early)
+        gathering.wait()
+        grad_kv = torch.zeros_like(kv, dtype=grads.dtype)
+        for (source, source_kv), (_, part) in zip(self._others(call, kv), self._others(call, grad_kv), strict=True):
+            rows = call.layout.key_range(call.rank, source, is_causal=call.is_causal, kv_layout=call.kv_layout)
+            grads.add_part(call.tiles(source), *_unpack(source_kv, key.size(-1)), part, rows)
+        returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
+        grads.add_own(call.tiles(call.rank), late)
+        scattering.wait()
+        grads.add_returned(returned, (0, returned.size(0)))
+        return grads.query.total, grads.key.total, grads.value.total
+
+    @staticmethod
+    def _others(call: Call, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank, its rows) of every rank but this one, from rows in rank-major order."""
+        return ((s, r) for s, r in enumerate(rows.chunk(call.layout.cp)) if s != call.rank)
+
+
+class _Grads:
+    """The gradients that one rank adds up: of its own query, key and value, and its parts of others' keys."""
+
+    def __init__(
+        self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        self.dtype = lse_dtype(query.dtype)
+        self._call, self._own = call, (key, value)
+        self._rows = (grad_out, query, out, lse)
+        self.query, self.key, self.value = (Sum(x.shape, self.dtype, x.device) for x in (query, key, value))
+
+    def new_parts(self, count: int) -> list[Tensor]:
+        """Buffers for the gradient of one rank's packed keys and values."""
+        if self._call.layout.cp == 1:
+            count = 0
+        key, value = self._own
+        shape = (key.size(2), *key.shape[:2], key.size(3) + value.size(3))
+        return [key.new_empty(shape, dtype=self.dtype) for _ in range(count)] or [key.new_empty(0)]
+
+    def add_own(self, tiles: tuple[Tile, ...], heads: slice) -> None:
+        """Add the gradients of this rank's own tiles, for the key heads ``heads``."""
+        if heads.start == heads.stop:
+            return
+        key, value = (x[:, heads] for x in self._own)
+        for keys, grad_key, grad_value in self._backward(tiles, key, value, heads):
+            self.key.add(keys, grad_key, heads)
+            self.value.add(keys, grad_value, heads)
+
+    def add_part(self, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, part: Tensor, rows: tuple[int, int]) -> None:
+        """Put the gradient of another rank's packed keys into the ``rows`` of ``part`` that the tiles read."""
+        part[slice(*rows)].zero_()
+        part_key, part_value = _unpack(part, key.size(-1))
+        for keys, grad_key, grad_value in self._backward(tiles, key, value, slice(None)):
+            part_key[:, :, keys].add_(grad_key)
+            part_value[:, :, keys].add_(grad_value)
+
+    def add_returned(self, part: Tensor, rows: tuple[int, int]) -> None:
+        """Add what another rank computed for this rank's keys."""
+        keys = slice(*rows)
+        returned_key, returned_value = _unpack(part[keys], self._own[0].size(-1))
+        self.key.add(keys, returned_key)
+        self.value.add(keys, returned_value)
+
+    def _backward(
+        self, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, heads: slice
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Add each tile's query gradient; yield its key slots, key gradient and value gradient."""
+        group_size = self.query.total.size(1) // self.key.total.size(1)
+        query_heads = slice(*(bound and bound * group_size for bound in (heads.start, heads.stop)))
+        grad_out, query, out, lse = (x[:, query_heads] for x in self._rows)
+        for tile in tiles:
+            rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
+            grad_query, grad_key, grad_value = self._call.kernel.backward(
+                grad_out[:, :, rows],
+                query[:, :, rows],
+                key[:, :, keys],
+                value[:, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                is_causal=tile.kind == "causal",
+                scale=self._call.scale,
+            )
+            self.query.add(rows, grad_query, query_heads)
+            yield keys, grad_key, grad_value
+
+
+def _attend(
+    call: Call, partial: Partial, query: Tensor, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]
+) -> None:
+    for tile in tiles:
+        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
+        out, lse = call.kernel.forward(
+            query[:, :, rows], key[:, :, keys], value[:, :, keys], is_causal=tile.kind == "causal", scale=call.scale
+        )
+        partial.merge(rows, out, lse)
+
+
+def _partial(query: Tensor, value: Tensor) -> Partial:
+    return Partial((*query.shape[:3], value.size(3)), lse_dtype(query.dtype), query.device)
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
+
+
+def _unpack(kv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    kv = kv.permute(1, 2, 0, 3)
+    return kv[..., :head_dim], kv[..., head_dim:]
+
+
+def _halves_of_heads(key: Tensor) -> tuple[slice, slice]:
+    """Key heads to do before and after the exchange that the second half hides; one head stays whole."""
+    middle = -(-key.size(1) // 2)
+    return slice(0, middle), slice(middle, key.size(1))

@@ -1,0 +1,133 @@
+"""Collectives on the rows (dim 0) of a tensor, and the check that ranks agree before they exchange anything."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+# torch 2.13 renamed the tensor collectives; 2.11 has only the former names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_RECORD_SIZE = 16
+_OPERATIONS = ("context_parallel_attention", "unshard", "check_same_batch")
+_agreed: set[tuple[str, str, tuple[int, ...]]] = set()
+
+
+def check_mesh(mesh: DeviceMesh, caller: str) -> None:
+    """Raise unless ``mesh`` is the 1-D mesh of the cp axis."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{caller} needs the 1-D mesh of the cp axis, got a {mesh.ndim}-D mesh with axes "
+            f"{mesh.mesh_dim_names}; pass mesh['cp']"
+        )
+
+
+def resolve_group(group_name: str) -> dist.ProcessGroup:
+    """Return the process group of that name: a name is what travels through compiled graphs."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group_name)
+
+
+def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return (P·n, …): the (n, …) rows of every rank, in rank order. Sends (P−1)·n rows. Any dtype."""
+    gathered, work = start_all_gather_rows(rows, group)
+    work.wait()
+    return gathered
+
+
+def start_all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Like ``all_gather_rows``, but return at once; neither tensor may be touched before ``work.wait()``."""
+    gathered = rows.new_empty(group.size() * rows.size(0), *rows.shape[1:])
+    # As bytes: gloo and NCCL refuse some dtypes (bool, int16, float8), and a gather need not know them.
+    return gathered, _all_gather(_bytes(gathered), _bytes(rows.contiguous()), group=group, async_op=True)
+
+
+def start_reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start the sum over ranks of the (P·n, …) rows, in their dtype; return this rank's (n, …) and the work."""
+    scattered = rows.new_empty(rows.size(0) // group.size(), *rows.shape[1:])
+    return scattered, _reduce_scatter(scattered.view(-1), rows.contiguous().view(-1), group=group, async_op=True)
+
+
+def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum over ranks of ``rows``, as ``start_reduce_scatter_rows``."""
+    scattered, work = start_reduce_scatter_rows(rows, group)
+    work.wait()
+    return scattered
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def all_gather_ints(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Return every rank's ``numbers``, in rank order; blocks the host."""
+    gathered = all_gather_rows(torch.tensor([numbers], dtype=torch.int64, device=device), group)
+    return gathered.tolist()
+
+
+def agree(
+    operation: str,
+    fields: dict[str, int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    error: Exception | None = None,
+) -> None:
+    """Raise on every rank if ranks are about to exchange different things, or if one of them has an ``error``.
+
+    A size mismatch aborts the process under gloo and hangs under NCCL, so shapes are compared first. On CPU
+    this happens at every call (some 100 µs); on an accelerator, where it blocks the host, at the first call
+    with these fields in this group.
+
+    Args:
+        fields: What has to be equal, by name; at most 13 small integers, the same names on each rank.
+        error: This rank's own verdict on its arguments: raised here, and reported by the others.
+    """
+    signature = (group.group_name, operation, tuple(fields.values()))
+    if device.type != "cpu":
+        if error is not None:
+            raise error
+        if signature in _agreed:
+            return
+    names = zlib.crc32("/".join(fields).encode())
+    record = [_OPERATIONS.index(operation), int(error is None), names, *fields.values()]
+    assert len(record) <= _RECORD_SIZE, record
+    records = all_gather_ints(record + [0] * (_RECORD_SIZE - len(record)), group, device)
+    if error is not None:
+        raise error
+    _compare(operation, list(fields), records)
+    if device.type != "cpu":
+        _agreed.add(signature)
+
+
+def _compare(operation: str, names: list[str], records: list[list[int]]) -> None:
+    running = [_OPERATIONS[record[0]] for record in records]
+    if len(set(running)) > 1:
+        raise RuntimeError(
+            f"ranks of one group are in different operations: {dict(enumerate(running))}; every rank must make "
+            "the same calls in the same order"
+        )
+    refused = [rank for rank, record in enumerate(records) if not record[1]]
+    if refused:
+        raise RuntimeError(f"{operation}: rank(s) {refused} of the group refused their arguments; see their error")
+    for column, name in enumerate(names, start=3):
+        values = [record[column] for record in records]
+        if len(set(values)) > 1:
+            shown = [str(DTYPES[v]).removeprefix("torch.") for v in values] if name == "dtype" else values
+            raise ValueError(
+                f"{operation}: {name} differs between the ranks of the group: {dict(enumerate(shown))}; every "
+                "rank must pass its part of the same sequence (same batch, length, heads, dtype and options)"
+            )

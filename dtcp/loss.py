@@ -1,0 +1,71 @@
+"""Cross-entropy as a sum over tokens divided by the number of tokens of the whole step, never a mean of means.
+
+Shapes: logits (…, V), labels (…) int64. A rank's loss is its share: the shares of all ranks add up to the loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtcp.collectives import check_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def count_valid_tokens(labels: Tensor, *, mesh: DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:
+    """Return how many labels of all ranks of ``mesh`` are not ``ignore_index``: 0-d int64 tensor.
+
+    Args:
+        labels: This rank's labels, any shape.
+        mesh: 1-D mesh over which tokens are spread (``dims.view("loss")``); None counts this rank's only.
+    """
+    count = (labels != ignore_index).sum()
+    if mesh is not None:
+        check_mesh(mesh, "count_valid_tokens")
+        if mesh.size() > 1:
+            dist.all_reduce(count, group=mesh.get_group())
+    return count
+
+
+def token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    mesh: DeviceMesh | None = None,
+    ignore_index: int = -100,
+    num_valid_tokens: Tensor | int | None = None,
+) -> Tensor:
+    """Return this rank's share of the loss: Σ of its token losses / Σ of valid tokens of all ranks.
+
+    Args:
+        logits: (…, V), this rank's tokens, any float dtype; the softmax is taken in float32 (float64 for float64).
+        labels: (…), already shifted; ``ignore_index`` counts for nothing.
+        mesh: 1-D mesh over which tokens are spread (``dims.view("loss")``), where the count is summed. It is not
+            used when ``num_valid_tokens`` is given.
+        num_valid_tokens: The divisor, for gradient accumulation: the sum of ``count_valid_tokens`` over all
+            microbatches of the optimizer step.
+
+    Returns:
+        0-d float32 tensor (float64 for float64 logits). Summed over the ranks of ``mesh`` it is the mean loss of
+        the valid tokens; with none at all it is 0 and so is its gradient.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    if logits.shape[:-1] != labels.shape or logits.ndim == 0:
+        raise ValueError(
+            f"token_loss needs logits (…, V) and labels (…), got {tuple(logits.shape)} and {tuple(labels.shape)}"
+        )
+    if num_valid_tokens is None:
+        num_valid_tokens = count_valid_tokens(labels, mesh=mesh, ignore_index=ignore_index)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    total = F.cross_entropy(
+        logits.reshape(-1, logits.size(-1)).to(dtype), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
+    )
+    return total / torch.as_tensor(num_valid_tokens, device=total.device).clamp(min=1)

@@ -1,0 +1,58 @@
+"""Shard parameters with FSDP2 so that gradients are sums of shares, never means.
+
+The ``fsdp`` view contains the cp ranks: the reduce-scatter of FSDP2 is also the sum over the sequence.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dtcp.mesh import ParallelDims
+
+
+def apply_fsdp(
+    model: nn.Module,
+    dims: ParallelDims,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Shard ``model`` in place, a unit per block of ``model.layers`` and one for the rest.
+
+    Args:
+        model: Has ``layers``, an ``nn.ModuleList`` or ``nn.ModuleDict``; may be on the meta device.
+        dims: Built mesh. Parameters are sharded over ``dims.view("fsdp")``, and with ``dp_replicate > 1`` also
+            replicated: ``dims.view("hsdp")``.
+        param_dtype: What parameters and activations are cast to in forward and backward; None keeps them.
+        reduce_dtype: What gradients are added up in.
+        reshard_after_forward: Free a block's full parameters between its forward and backward. The root keeps its
+            own: its backward comes first.
+    """
+    mesh = dims.view("hsdp") if dims.dp_replicate > 1 else dims.view("fsdp")
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList | nn.ModuleDict), f"model.layers is a {type(layers).__name__}"
+    for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for unit in _units(model):
+        # Gradients are shares. gloo has no PREMUL_SUM, which a divide factor alone would ask for.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
+    """Reduce gradients only in the last backward of an optimizer step; earlier ones add up locally, unsharded.
+
+    Does nothing for a model without FSDP2.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

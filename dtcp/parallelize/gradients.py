@@ -1,0 +1,155 @@
+"""Add gradient shares up, and clip them by their true global norm.
+
+Every rank's loss is its share (sum of its token losses / valid tokens of the whole batch), so a parameter's true
+gradient is the plain sum over every rank that holds part of the batch or of the sequence. FSDP2 adds in its own
+reduce-scatter; a loop without FSDP2 calls ``reduce_gradients``. Both then clip with ``clip_grad_norm_``.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtcp.mesh import ParallelDims
+
+_BUCKET_BYTES = 64 * 2**20  # gradients travel in buckets: few messages, and the copy stays small beside the model
+
+
+def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
+    """Replace every gradient by its sum over the data and context parallel ranks, in place.
+
+    For models whose parameters are plain tensors, equal on all of these ranks. A parameter that has a gradient on
+    some ranks only counts as zero on the others; one that has none anywhere stays without.
+
+    Args:
+        model: Its ``requires_grad`` parameters are visited in ``named_parameters`` order, equal on every rank.
+        dims: The degrees; the sum runs over ``dp_replicate``, ``dp_shard`` and ``cp``. Cost: one all-reduce of the
+            gradients' bytes, in buckets of 64 MiB, and one of a byte per parameter.
+
+    Raises:
+        ValueError: If a parameter is a DTensor over more than the ``tp`` axis: FSDP2 has reduced it already.
+    """
+    if dims.dp_replicate * dims.dp_shard * dims.cp == 1:
+        return
+    group = dims.view("loss").get_group()
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in parameters:
+        _refuse_sharded(name, parameter)
+    if not parameters:
+        return
+    anywhere = torch.tensor([p.grad is not None for _, p in parameters], dtype=torch.uint8, device=parameters[0][1].device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+    gradients = []
+    for (_, parameter), has_gradient in zip(parameters, anywhere.tolist(), strict=True):
+        if has_gradient:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(_local(parameter.grad))
+    for bucket in _buckets(gradients):
+        _all_reduce_bucket(bucket, group)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, dims: ParallelDims) -> Tensor:
+    """Scale the gradients in place so that their global 2-norm is at most ``max_norm``.
+
+    The norm is that of the whole gradient, each element counted once, whatever mesh it is spread over. A norm that is
+    not finite leaves every gradient as it is, so that a caller can still find the one at fault.
+
+    Args:
+        model: Gradients may be DTensors over several meshes, plain tensors that are equal on every rank, or missing.
+        max_norm: Upper bound; ``math.inf`` only measures.
+        dims: The degrees the model was parallelised with.
+
+    Returns:
+        The norm before clipping, 0-d float32, equal on every rank. Cost: one all-reduce of one number per mesh axis
+        that gradients are sharded over; no copy from the device.
+
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
+        NotImplementedError: If pp > 1, where the norm would have to be added over the stages.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm has to be positive, got {max_norm}; use max_norm=inf to measure without clipping")
+    if dims.pp > 1:
+        raise NotImplementedError(f"clip_grad_norm_ does not add norms over pipeline stages yet, got pp={dims.pp}")
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = _global_norm(gradients)
+    if gradients and not math.isinf(max_norm):
+        scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        for gradient in gradients:
+            local = _local(gradient)
+            local.mul_(scale.to(local.device))
+    return norm
+
+
+def _global_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """2-norm of all gradients together, 0-d float32; squares are added in float64."""
+    by_mesh: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(_sharded_over(gradient), []).append(_local(gradient))
+    total = torch.zeros((), dtype=torch.float64)
+    for sharded_over, local_gradients in by_mesh.items():
+        square = _sum_of_squares(local_gradients)
+        if sharded_over is not None:
+            mesh, mesh_dims = sharded_over
+            for mesh_dim in mesh_dims:
+                dist.all_reduce(square, group=mesh.get_group(mesh_dim))
+        total = total.to(square.device) + square
+    return total.sqrt().float()
+
+
+def _sum_of_squares(local_gradients: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm([g for g in local_gradients if g.numel() > 0], 2, dtype=torch.float32) if any(
+        g.numel() > 0 for g in local_gradients
+    ) else [torch.zeros((), device=local_gradients[0].device)]
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def _sharded_over(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh axes over which the elements are spread; None when this rank holds them all."""
+    if not isinstance(gradient, DTensor):
+        return None
+    assert not any(p.is_partial() for p in gradient.placements), f"a gradient was left unreduced: {gradient.placements}"
+    mesh_dims = tuple(
+        i for i, p in enumerate(gradient.placements) if p.is_shard() and gradient.device_mesh.size(i) > 1
+    )
+    return (gradient.device_mesh, mesh_dims) if mesh_dims else None
+
+
+def _refuse_sharded(name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tp",):
+        raise ValueError(
+            f"reduce_gradients is for plain parameters, got {name} as a DTensor over "
+            f"{parameter.device_mesh.mesh_dim_names}; FSDP2 reduces it in backward, so leave the call out"
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Consecutive gradients of one dtype, up to the bucket size (at least one each)."""
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for gradient in gradients:
+        size = gradient.numel() * gradient.element_size()
+        if bucket and (num_bytes + size > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(gradient)
+        num_bytes += size
+    if bucket:
+        yield bucket
+
+
+def _all_reduce_bucket(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    dist.all_reduce(flat, group=group)
+    for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        gradient.copy_(summed.view_as(gradient))

@@ -1,0 +1,196 @@
+"""The job's configuration: one dataclass per section, the schema that hydra checks ``conf/`` and overrides against.
+
+Values live in ``conf/``, types and meanings here. hydra refuses Literal types and frozen schemas, and matches enums
+by member name, which is why the members are lower case.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, get_args
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from dtcp._paths import conf_dir
+from dtcp.models import PRESETS, GPTConfig, LlamaConfig, model_config
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class DType(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self is DType.float32 else torch.bfloat16
+
+
+class Decay(Enum):
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+class DataSource(Enum):
+    stdlib = "stdlib"
+    text = "text"
+
+
+@dataclass(slots=True)
+class MeshConfig:
+    """Degrees; their product is the world size, -1 takes what is left."""
+
+    pp: int = MISSING
+    dp_replicate: int = MISSING
+    dp_shard: int = MISSING
+    cp: int = MISSING
+    tp: int = MISSING
+
+
+@dataclass(slots=True)
+class AttentionConfig:
+    """How attention runs when cp > 1; names as in ``make_layout`` and ``ContextParallel``, which check them."""
+
+    strategy: str = MISSING
+    layout: str = MISSING
+    kernel: str = MISSING
+
+
+@dataclass(slots=True)
+class DataConfig:
+    source: DataSource = MISSING
+    paths: list[str] = MISSING  # files or globs, for source text
+    tokenizer: str = MISSING  # "bytes" or the path of a Hugging Face tokenizer.json
+
+
+@dataclass(slots=True)
+class OptimizerConfig:
+    lr: float = MISSING  # peak
+    beta1: float = MISSING
+    beta2: float = MISSING
+    eps: float = MISSING
+    weight_decay: float = MISSING
+
+
+@dataclass(slots=True)
+class LRSchedulerConfig:
+    warmup_steps: int = MISSING
+    decay: Decay = MISSING
+    min_ratio: float = MISSING  # of the peak, at the end of the decay
+
+
+@dataclass(slots=True)
+class TrainingConfig:
+    seq_len: int = MISSING  # tokens a row, global
+    global_batch_size: int = MISSING  # rows an optimizer step, global
+    local_batch_size: int | None = MISSING  # rows a rank's microbatch; null: the whole batch at once
+    steps: int = MISSING
+    max_norm: float = MISSING  # of the global gradient; .inf: measure only
+    param_dtype: DType = MISSING  # of forward and backward; master weights stay float32
+    reduce_dtype: DType = MISSING  # gradients are summed over ranks in it
+    compile: bool = MISSING  # every block, fullgraph
+
+
+@dataclass(slots=True)
+class RunConfig:
+    name: str | None = MISSING  # null: model and time
+    dir: str = MISSING  # folder of all runs
+
+
+@dataclass(slots=True)
+class DebugConfig:
+    seed: int = MISSING
+    check_same_batch_every: int = MISSING  # steps; 0: never
+    deterministic: bool = MISSING
+    full_traceback: bool = MISSING
+
+
+@dataclass(slots=True)
+class JobConfig:
+    model: Any = MISSING  # fields of a preset's GPTConfig or LlamaConfig, and its name
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    device: Device = MISSING
+
+
+def register_schemas() -> None:
+    """Tell hydra's ConfigStore the schema and the model group: a choice for each preset, with all of its values."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=JobConfig)
+    schemas = {kind: _open_twin(kind) for kind in (GPTConfig, LlamaConfig)}
+    for name, preset in PRESETS.items():
+        store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name))
+
+
+def to_job_config(config: DictConfig) -> JobConfig:
+    """Return hydra's result as dataclasses, interpolations resolved.
+
+    Raises:
+        ValueError: If the model section does not build on a preset.
+    """
+    job = OmegaConf.to_object(config)
+    assert isinstance(job, JobConfig), type(job)
+    if not dataclasses.is_dataclass(job.model):
+        raise ValueError(
+            f"the model section has to build on a preset, got {sorted(job.model)}; begin conf/model/<yours>.yaml with "
+            "`defaults: [gpt_tiny]`, or another of " + ", ".join(PRESETS)
+        )
+    return job
+
+
+def compose_job_config(overrides: list[str]) -> JobConfig:
+    """Return the configuration that ``python -m dtcp.train <overrides>`` would run with."""
+    register_schemas()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="dtcp.train"):
+        return to_job_config(compose("config", overrides=overrides))
+
+
+def to_model_config(model: Any) -> GPTConfig | LlamaConfig:
+    """Return the model's own config, checked, from the model section.
+
+    Raises:
+        ValueError: If the sizes do not fit each other.
+    """
+    values = dataclasses.asdict(model)
+    return model_config(values.pop("name"), **values)
+
+
+def _open_twin(kind: type) -> type:
+    """The dataclass ``kind`` without ``frozen``, which hydra would refuse to override, and with a preset's name."""
+    fields = [("name", str, MISSING), *((f.name, _open_type(f.type), MISSING) for f in dataclasses.fields(kind))]
+    return dataclasses.make_dataclass(f"{kind.__name__}Schema", fields)
+
+
+def _open_type(annotation: Any) -> Any:
+    """The same for a field's type: ``X | None`` of a dataclass X becomes that of its twin."""
+    for member in get_args(annotation):
+        if dataclasses.is_dataclass(member):
+            assert isinstance(member, type)
+            values = [(f.name, f.type, MISSING) for f in dataclasses.fields(member)]
+            return dataclasses.make_dataclass(f"{member.__name__}Schema", values) | None
+    return annotation
+
+
+def _fill(schema: type, preset: Any, **more: Any) -> Any:
+    values = {f.name: getattr(preset, f.name) for f in dataclasses.fields(preset)}
+    for f in dataclasses.fields(schema):
+        for member in get_args(f.type):
+            if dataclasses.is_dataclass(member) and values.get(f.name) is not None:
+                values[f.name] = _fill(member, values[f.name])  # type: ignore[arg-type]
+    return schema(**values, **more)

@@ -1,0 +1,101 @@
+"""Find what is at fault when a loss or a gradient norm is not finite, so that a job can stop before the step.
+
+Shapes: B rows, S_local slots of this rank, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtcp.models.init import plain_name
+from dtcp.train.batch import Microbatch
+from dtcp.train.session import JobError
+
+_NOWHERE = 2**62
+
+
+class NonFiniteError(JobError):
+    """The loss or the gradient norm is not finite; raised on every rank before the optimizer step."""
+
+
+def refuse_non_finite(
+    step: int,
+    loss: float,
+    grad_norm: float,
+    *,
+    model: nn.Module,
+    microbatches: Iterable[Microbatch],
+    forward: Callable[[Microbatch], Tensor],
+) -> None:
+    """Return if both numbers are finite; else find the first value at fault and raise.
+
+    Costs nothing in the good case. In the bad one: a forward of every microbatch, and a few all-reduces.
+
+    Args:
+        step: Optimizer step, from 1, for the message.
+        loss: Summed over all ranks.
+        grad_norm: Global.
+        forward: Logits (B, S_local, V) of a microbatch; may communicate, so every rank comes here.
+
+    Raises:
+        NonFiniteError: With the first bad weight, the first bad token (row of the global batch, position in the
+            sequence) and the first bad gradient, in the order of ``named_parameters``; with those that there are.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    faults = [
+        _first_parameter(model, "weight", lambda parameter: parameter),
+        _first_token(microbatches, forward),
+        _first_parameter(model, "gradient", lambda parameter: parameter.grad),
+    ]
+    found = "; ".join(fault for fault in faults if fault) or "no single value is at fault: the sum overflowed"
+    raise NonFiniteError(
+        f"step {step} was not taken: loss {loss}, grad_norm {grad_norm}; {found}; "
+        "lower optimizer.lr or check the data (the weights are those after the step before)"
+    )
+
+
+def _first_parameter(model: nn.Module, what: str, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> str | None:
+    named = list(model.named_parameters())
+    first = next((i for i, (_, p) in enumerate(named) if not _all_finite(tensor_of(p))), _NOWHERE)
+    first = _lowest(first, named[0][1].device)
+    return None if first == _NOWHERE else f"first bad {what}: {plain_name(named[first][0])}"
+
+
+@torch.no_grad()
+def _first_token(microbatches: Iterable[Microbatch], forward: Callable[[Microbatch], Tensor]) -> str | None:
+    """First (row, position), in row-major order of the global batch, whose loss is not finite."""
+    first, stride = _NOWHERE, 2**31
+    device = torch.device("cpu")
+    for microbatch in microbatches:
+        logits = forward(microbatch)
+        device = logits.device
+        losses = F.cross_entropy(
+            logits.float().flatten(0, 1), microbatch.labels.flatten(), ignore_index=-100, reduction="none"
+        ).view_as(microbatch.labels)
+        for row, slot in (~losses.isfinite()).nonzero().tolist():
+            position = int(microbatch.positions[row, slot])
+            first = min(first, microbatch.row_indices[row] * stride + position)
+    first = _lowest(first, device)
+    return None if first == _NOWHERE else f"first bad token: row {first // stride}, position {first % stride}"
+
+
+def _all_finite(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return True
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(local.isfinite().all())
+
+
+def _lowest(index: int, device: torch.device) -> int:
+    """The least ``index`` of all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return index
+    lowest = torch.tensor(index, dtype=torch.int64, device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return int(lowest)

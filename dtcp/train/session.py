@@ -1,0 +1,172 @@
+"""A job's ranks: how they start, agree on errors, stop on a signal, and leave.
+
+The only place that reads what torchrun put into the environment. Without torchrun there is one rank.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from dtcp.train.config import Device
+
+EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError)
+"""What a wrong configuration or a full disk raises: told in one line, not by a traceback."""
+
+
+class JobError(Exception):
+    """An error that every rank has agreed on, so that all of them can leave together; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What this process is in the job."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    store: dist.Store | None  # None when nobody else is there to meet
+
+
+def start_session(device: Device) -> Session:
+    """Join the other ranks of the job.
+
+    Raises:
+        ValueError: If CUDA is asked for and missing, or there are fewer devices than ranks on this machine.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    resolved = _resolve_device(device, local_rank)
+    if "WORLD_SIZE" not in os.environ:
+        return Session(0, 1, resolved, None)
+    backend = "cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo"
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    store = dist.PrefixStore("dtcp", store)
+    if not dist.is_initialized():  # hydra's --multirun comes here once a job
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size)
+    return Session(rank, world_size, resolved, store)
+
+
+def leave(session: Session, code: int, *, together: bool) -> None:
+    """End this process with ``code``, without waiting for the teardown of gloo.
+
+    gloo's ``destroy_process_group`` aborts now and then (SIGABRT), which would turn a finished job into a failed one.
+    So ranks meet at the store, which outlives them, and then exit at once.
+
+    Args:
+        together: Whether every rank is on its way here; a rank that fails alone must not wait for the others.
+    """
+    if together and session.store is not None:
+        _meet(session.store, session.world_size)
+    if dist.is_initialized() and session.device.type == "cuda" and together:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if session.store is not None:
+        os._exit(code)
+    sys.exit(code)
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Run a part without collectives; if it fails on one rank, raise its error on all.
+
+    Raises:
+        JobError: On every rank, with the first failing rank's message, when other ranks fail or one of several does.
+        Exception: The error itself where the job is a single rank.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except EXPECTED_ERRORS as caught:
+        error = caught
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        if error is not None:
+            raise error
+        return
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else one_line(error))
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        where = "" if len(failed) == len(messages) else f" (rank {failed[0]})"
+        raise JobError(f"{messages[failed[0]]}{where}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message in one line; errors of the system keep their name, which is half of the message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text}" if isinstance(error, OSError) else text
+
+
+def report(error: BaseException, session: Session, *, full_traceback: bool) -> None:
+    """Tell the user on stderr: one line for expected errors, once when all ranks share it; else the traceback."""
+    if isinstance(error, JobError) and session.rank != 0:
+        return
+    prefix = f"[rank {session.rank}] " if session.world_size > 1 and not isinstance(error, JobError) else ""
+    if full_traceback or not isinstance(error, (*EXPECTED_ERRORS, JobError)):
+        print(prefix + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        return
+    print(f"{prefix}error: {one_line(error)}", file=sys.stderr)
+    print(f"{prefix}(debug.full_traceback=true shows where)", file=sys.stderr, flush=True)
+
+
+class StopSignal:
+    """While entered, the first SIGINT or SIGTERM only sets ``number``; the second one acts at once.
+
+    The step loop asks for it between steps and has the ranks agree, so that all stop after the same step. In other
+    threads than the main one, where Python delivers no signals, it never fires.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+
+def _resolve_device(device: Device, local_rank: int) -> torch.device:
+    if device is Device.cpu or (device is Device.auto and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if local_rank >= num_devices:
+        raise ValueError(
+            f"device={device.name} needs a GPU for each rank of a machine, got local rank {local_rank} and "
+            f"{num_devices} GPUs; use device=cpu, or fewer ranks"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _meet(store: dist.Store, world_size: int, timeout_seconds: float = 60.0) -> None:
+    """Wait until every rank is here; give up after the timeout, because the work is done either way."""
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        store.add("left", 1)
+        while store.add("left", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.005)
+    except RuntimeError:  # the host of the store is gone: everybody has left
+        return

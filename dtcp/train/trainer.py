@@ -1,0 +1,266 @@
+"""The training job of one rank: data, model, optimizer and the step.
+
+Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocabulary.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor
+
+import dtcp
+from dtcp.layout import make_layout
+from dtcp.loss import count_valid_tokens, token_loss
+from dtcp.mesh import ParallelDims
+from dtcp.models import GPT, Llama, build_model
+from dtcp.parallelize.context import set_sequence
+from dtcp.parallelize.fsdp import set_last_microbatch
+from dtcp.parallelize.gradients import clip_grad_norm_
+from dtcp.shard import check_same_batch
+from dtcp.train.batch import Microbatch, cut, plan_batch
+from dtcp.train.config import JobConfig, to_model_config
+from dtcp.train.data import make_dataset
+from dtcp.train.metrics import MetricsLog, StepMetrics, peak_flops, peak_memory_gib
+from dtcp.train.nonfinite import refuse_non_finite
+from dtcp.train.optimizer import make_lr_scheduler, make_optimizer
+from dtcp.train.parallel import parallelize_for_training
+from dtcp.train.run_folder import CONFIG_FILE, METRICS_FILE
+from dtcp.train.session import agreed
+
+
+class Trainer:
+    """One job on this rank. Every rank makes one, with equal configuration, and calls the same methods.
+
+    The results do not depend on the mesh: row i of step n is the same row everywhere, a rank's loss is its share, and
+    shares are added, never averaged.
+
+    Attributes:
+        step: Optimizer steps taken.
+        tokens_seen: Real tokens of the global batches so far.
+    """
+
+    def __init__(self, config: JobConfig, device: torch.device | str = "cpu") -> None:
+        """Open the data and build the model.
+
+        Args:
+            config: See ``conf/config.yaml``; ``compose_job_config`` makes one.
+            device: Where this rank computes.
+
+        Raises:
+            ValueError: If values do not fit each other or the world; names a cure.
+            NotImplementedError: For what does not exist yet: tp > 1, pp > 1, dropout on several ranks.
+            JobError: Instead of these when there are several ranks, equal on all of them.
+        """
+        self.config = config
+        self.device = torch.device(device)
+        with agreed():
+            self.dims = ParallelDims(**dataclasses.asdict(config.mesh))
+            self.model_config = to_model_config(config.model)
+            check_supported(config, self.dims)
+            self.model_config.check_seq_len(config.training.seq_len)
+            dp = self.dims.dp_replicate * self.dims.dp_shard
+            self.plan = plan_batch(config.training.global_batch_size, config.training.local_batch_size, dp)
+            self.layout = make_layout(config.attention.layout, seq_len=config.training.seq_len, cp=self.dims.cp)
+            self.dataset = make_dataset(config.data, seq_len=config.training.seq_len, seed=config.debug.seed)
+            check_vocabulary(self.dataset.vocab_size, self.model_config.vocab_size, config.model.name)
+        self.dims.build_mesh(self.device.type)
+        self.model = self._build_model()
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.scheduler = make_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.step = 0
+        self.tokens_seen = 0
+
+    def _build_model(self) -> GPT | Llama:
+        seed_everything(self.config.debug.seed, deterministic=self.config.debug.deterministic)
+        model = build_model(self.model_config, device="meta")
+        with agreed():
+            parallelize_for_training(model, self.dims, self.config, self.device)
+        return model
+
+    def read_rows(self, step: int, row_indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Return tokens and labels of rows of the global batch of ``step`` (from 0): int64 (B, S) each, on the CPU.
+
+        Labels are the next tokens: rows hold one token more than they show, so the shift comes before the cut.
+        """
+        rows = torch.stack([self.dataset.row(step, i, self.plan.global_batch_size) for i in row_indices])
+        return rows[:, :-1], rows[:, 1:]
+
+    def read_microbatches(self) -> list[Microbatch]:
+        """Return this rank's part of the global batch of the coming step."""
+        batch_rank = self.dims.view("batch").get_local_rank()
+        microbatches = []
+        check_every = self.config.debug.check_same_batch_every
+        for number in range(self.plan.num_microbatches):
+            row_indices = self.plan.row_indices(batch_rank, number)
+            tokens, labels = (x.to(self.device) for x in self.read_rows(self.step, row_indices))
+            if check_every and self.step % check_every == 0:
+                check_same_batch(torch.stack([tokens, labels]), self.dims.view("cp"))
+            microbatches.append(cut(tokens, labels, row_indices, mesh=self.dims.view("cp"), layout=self.layout))
+        return microbatches
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """Return this rank's logits, (B, S_local, V)."""
+        return self.model(microbatch.tokens, microbatch.positions)
+
+    def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
+        """Leave the gradient of the global batch in the parameters.
+
+        Returns:
+            This rank's share of the loss, 0-d float64, and the valid tokens of the global batch, 0-d int64.
+        """
+        if self.dims.cp > 1:
+            set_sequence(self.model, self.layout)
+        labels = torch.cat([microbatch.labels for microbatch in microbatches])
+        num_valid_tokens = count_valid_tokens(labels, mesh=self.dims.view("loss"))
+        share = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, microbatch in enumerate(microbatches, start=1):
+            set_last_microbatch(self.model, number == len(microbatches))
+            loss = token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
+            loss.backward()
+            share += loss.detach()
+        return share, num_valid_tokens
+
+    def train_step(self, *, stop_requested: bool = False) -> tuple[StepMetrics, bool]:
+        """Take one optimizer step.
+
+        Args:
+            stop_requested: Whether this rank wants to stop.
+
+        Returns:
+            The step's metrics, equal on every rank but for times and memory, and whether any rank wants to stop.
+
+        Raises:
+            NonFiniteError: On every rank, before the optimizer step, if the loss or the gradient norm is not finite.
+            ValueError: If cp ranks hold different rows.
+        """
+        start = time.perf_counter()
+        microbatches = self.read_microbatches()
+        share, num_valid_tokens = self.compute_gradients(microbatches)
+        grad_norm = clip_grad_norm_(self.model, self.config.training.max_norm, self.dims).item()
+        loss, num_stops = self._sum_over_ranks(share, stop_requested)
+        refuse_non_finite(
+            self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=self.forward
+        )
+        lr = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        num_tokens = self.plan.global_batch_size * self.layout.seq_len
+        self.tokens_seen += num_tokens
+        seconds = time.perf_counter() - start
+        return self._metrics(loss, grad_norm, lr, int(num_valid_tokens), num_tokens, seconds), num_stops > 0
+
+    def train(
+        self, folder: Path | None = None, *, stop_requested: Callable[[], bool] = lambda: False
+    ) -> list[StepMetrics]:
+        """Take all steps of the configuration that are left; return their metrics.
+
+        Args:
+            folder: Where rank 0 writes config.yaml and metrics.jsonl; None writes nothing.
+            stop_requested: Asked once a step; all ranks stop after the step in which one of them says yes.
+        """
+        is_writer = folder is not None and self._rank() == 0
+        if folder is not None and is_writer:
+            (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
+        history = []
+        with MetricsLog(
+            folder if is_writer else None,
+            file_name=METRICS_FILE,
+            num_steps=self.config.training.steps,
+            device=self.device,
+        ) as log:
+            log.say(self.describe())
+            while self.step < self.config.training.steps:
+                metrics, stop = self.train_step(stop_requested=stop_requested())
+                log.write(metrics)
+                history.append(metrics)
+                if stop:
+                    log.say(f"stopped by a signal after step {self.step}")
+                    break
+        return history
+
+    def describe(self) -> str:
+        """The job in two lines: what is trained, and how it is cut."""
+        mesh, plan, training = self.dims, self.plan, self.config.training
+        return (
+            f"dtcp {dtcp.__version__}  {self.config.model.name}: {self.model_config.num_parameters:,} parameters, "
+            f"{training.param_dtype.name}{', compiled' if training.compile else ''}, on {mesh.world_size} {self.device.type} rank(s)\n"
+            f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}  "
+            f"attention: {self.config.attention.strategy}, {self.layout.name}  "
+            f"a step: {plan.global_batch_size} rows of {training.seq_len} tokens, {plan.num_microbatches} microbatch(es)"
+        )
+
+    def _sum_over_ranks(self, share: Tensor, stop_requested: bool) -> tuple[float, float]:
+        sums = torch.stack([share, share.new_tensor(float(stop_requested))])
+        loss_mesh = self.dims.view("loss")
+        if loss_mesh.size() > 1:
+            dist.all_reduce(sums, group=loss_mesh.get_group())
+        loss, num_stops = sums.tolist()
+        return loss, num_stops
+
+    def _metrics(
+        self, loss: float, grad_norm: float, lr: float, num_valid: int, num_tokens: int, seconds: float
+    ) -> StepMetrics:
+        per_device = num_tokens / seconds / self.dims.world_size
+        flops = per_device * self.model_config.flops_per_token(self.layout.seq_len)
+        peak = peak_flops(self.device)
+        return StepMetrics(
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_seen=self.tokens_seen,
+            num_valid_tokens=num_valid,
+            step_seconds=seconds,
+            tokens_per_second=num_tokens / seconds,
+            tokens_per_second_per_device=per_device,
+            tflops_per_device=flops / 1e12,
+            mfu=None if peak is None else flops / peak,
+            memory_gib=peak_memory_gib(self.device),
+        )
+
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+
+def check_supported(config: JobConfig, dims: ParallelDims) -> None:
+    """Refuse what the job cannot do exactly yet, and numbers that make no sense."""
+    if dims.tp > 1 or dims.pp > 1:
+        raise NotImplementedError(
+            f"tensor and pipeline parallel training do not exist yet, got mesh.tp={dims.tp} mesh.pp={dims.pp}; "
+            "use mesh.tp=1 mesh.pp=1 and more of mesh.cp or mesh.dp_shard"
+        )
+    dropout = getattr(config.model, "dropout", 0.0)
+    if dropout > 0 and dims.world_size > 1:
+        raise NotImplementedError(
+            f"dropout whose mask does not depend on the mesh does not exist yet, got model.dropout={dropout} on "
+            f"{dims.world_size} ranks; use model.dropout=0"
+        )
+    training = config.training
+    if training.steps < 1:
+        raise ValueError(f"training.steps has to be at least 1, got {training.steps}")
+    if not training.max_norm > 0:
+        raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; .inf only measures")
+    if not (math.isfinite(config.optimizer.lr) and config.optimizer.lr > 0):
+        raise ValueError(f"optimizer.lr has to be positive, got {config.optimizer.lr}")
+
+
+def check_vocabulary(num_ids: int, vocab_size: int, model_name: str) -> None:
+    """Refuse a tokenizer whose ids the model has no rows for."""
+    if num_ids > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {num_ids} ids, model {model_name} only {vocab_size}; use model.vocab_size={num_ids}"
+        )
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed torch, and have it refuse operations that are not deterministic."""
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(deterministic)
