@@ -1,7 +1,7 @@
 """The mesh: which degree of parallelism each axis has, and the views that the rest of the library asks for.
 
-Axes, outer to inner: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``. Neighbouring ranks differ in ``tp`` first, so
-the axes that talk most stay on one host. World size = tp·cp·pp·dp, with dp = dp_replicate·dp_shard.
+Axes, outer to inner: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``. Neighbouring ranks differ in ``tp`` first,
+so the axes that talk most stay on one host. World size = tp·cp·pp·dp, with dp = dp_replicate·dp_shard.
 """
 
 import math
@@ -38,8 +38,8 @@ class ParallelDims:
     One degree may be −1 and becomes what is left of the world. The attributes hold the numbers that result.
 
     Raises:
-        ValueError: If a degree is not an integer ≥ 1, or the degrees do not multiply to the world size. The message names
-            the nearest degrees that do.
+        ValueError: If a degree is not an integer ≥ 1, or the degrees do not multiply to the world size. The message
+            names the nearest degrees that do.
     """
 
     pp: int = 1
@@ -65,7 +65,9 @@ class ParallelDims:
                 )
         open_axes = [axis for axis, degree in self.degrees.items() if degree == -1]
         if len(open_axes) > 1:
-            raise ValueError(f"one degree may be -1 (what is left of the world), got {' and '.join(open_axes)}; set all but one")
+            raise ValueError(
+                f"one degree may be -1 (what is left of the world), got {' and '.join(open_axes)}; set all but one"
+            )
         known = math.prod(degree for degree in self.degrees.values() if degree != -1)
         if open_axes and world_size % known == 0:
             object.__setattr__(self, open_axes[0], world_size // known)
@@ -94,8 +96,8 @@ class ParallelDims:
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """Create the mesh and all its views. Collective: every rank of the world calls it, once.
 
-        With no process group and a world of one, a group of one rank is made; nothing has to be set up. Under torchrun the
-        group is made from what torchrun says. Later calls return the mesh made first.
+        With no process group and a world of one, a group of one rank is made; nothing has to be set up. Under torchrun
+        the group is made from what torchrun says. Later calls return the mesh made first.
 
         Args:
             device_type: ``"cpu"``, ``"cuda"`` or another accelerator, without an index.
@@ -119,7 +121,7 @@ class ParallelDims:
         views = {"mesh": mesh} | {axis: mesh[axis] for axis in AXES}
         for name, axes in _FLATTENED.items():
             views[name] = _flatten(mesh[axes], name)
-        views["hsdp"] = _join(mesh, views["dp_replicate"], views["fsdp"])
+        views["hsdp"] = _hsdp(mesh, views["dp_replicate"], views["fsdp"])
         self._views.update(views)
         return mesh
 
@@ -127,9 +129,9 @@ class ParallelDims:
         """Return a part of the mesh by what it is for.
 
         ``fsdp``: 1-D, dp_shard×cp, what parameters are sharded over. ``hsdp``: 2-D (dp_replicate, fsdp), what
-        ``fully_shard`` takes when dp_replicate > 1; it reads any 2-D mesh that way, so nothing else should be given to it.
-        ``batch``: 1-D, dp_replicate×dp_shard, who reads which data. ``loss``: 1-D, batch×cp, where loss sums and token
-        counts are added. An axis name: that axis, 1-D. Not collective.
+        ``fully_shard`` takes when dp_replicate > 1; it reads any 2-D mesh that way, so give it no other. ``batch``:
+        1-D, dp_replicate×dp_shard, who reads which data. ``loss``: 1-D, batch×cp, where loss sums and token counts are
+        added. An axis name: that axis, 1-D. Not collective.
 
         Raises:
             ValueError: If there is no such view, or before :meth:`build_mesh`.
@@ -169,12 +171,12 @@ class ParallelDims:
             raise ValueError(
                 f"world size = tp·cp·pp·dp: the degrees make {self.world_size} ({_product(self.degrees)}), the process "
                 f"group has {dist.get_world_size()} ranks; nearest that works: "
-                f"{_nearest(self.degrees, dist.get_world_size())}. If world_size was left None, make ParallelDims after "
-                "torch.distributed.init_process_group()"
+                f"{_nearest(self.degrees, dist.get_world_size())}. ParallelDims with world_size=None reads the world "
+                "when it is made: call torch.distributed.init_process_group() before"
             )
 
 
-# ---- torch -------------------------------------------------------------------------------------------------------------
+# ---- torch ----------------------------------------------------------------------------------------------------------
 
 
 def _group_is_initialized() -> bool:
@@ -187,7 +189,9 @@ def _backend(device_type: str) -> str:
 
 def _check_device_type(device_type: str) -> None:
     if not isinstance(device_type, str) or not device_type.isalpha():
-        raise ValueError(f'device_type must be a kind of device such as "cpu" or "cuda", without an index, got {device_type!r}')
+        raise ValueError(
+            f'device_type must be a kind of device such as "cpu" or "cuda", without an index, got {device_type!r}'
+        )
     if device_type == "cpu":
         return
     accelerator = torch.accelerator.current_accelerator()
@@ -202,26 +206,25 @@ def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return flatten(name)
 
 
-def _join(mesh: DeviceMesh, outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Make a 2-D mesh of two 1-D ones with the same root (FSDP2 wants the root that the tp mesh has too)."""
+def _hsdp(mesh: DeviceMesh, replicate: DeviceMesh, fsdp: DeviceMesh) -> DeviceMesh:
+    """Make a 2-D mesh of two 1-D ones, with ``mesh`` as its root: FSDP2 wants the root that the tp mesh has too."""
     if hasattr(DeviceMesh, "_concatenate"):
-        return DeviceMesh._concatenate([outer, inner])
+        return DeviceMesh._concatenate([replicate, fsdp])
     # Before _concatenate a flattened axis could be sliced from its root by name.
-    assert outer.mesh_dim_names is not None and inner.mesh_dim_names is not None
-    return mesh[(*outer.mesh_dim_names, *inner.mesh_dim_names)]
+    return mesh["dp_replicate", "fsdp"]
 
 
-# ---- arithmetic of degrees -----------------------------------------------------------------------------------------------
+# ---- arithmetic of degrees ------------------------------------------------------------------------------------------
 
 
 def _check_integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}; write {name}=1, 2, ...")
+        raise ValueError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}; write {name}=1")
     return value
 
 
 def _product(degrees: dict[str, int]) -> str:
-    """Write degrees as the equation reads: ``tp=2 · cp=2 · pp=1 · dp=1·2``."""
+    """Write degrees as the equation reads: ``tp=2 · cp=2 · pp=1 · dp_replicate=1 · dp_shard=2``."""
     shown = {axis: "what is left" if degree == -1 else str(degree) for axis, degree in degrees.items()}
     return (
         f"tp={shown['tp']} · cp={shown['cp']} · pp={shown['pp']} · "
@@ -244,7 +247,7 @@ def _explain_misfit(degrees: dict[str, int], world_size: int) -> str:
 
 
 def _nearest(degrees: dict[str, int], world_size: int) -> str:
-    """Name the degrees that fit the world and change the fewest of ``degrees``, dp before the others, by the least factor."""
+    """Name the degrees that fit the world and change the least: dp before the others, few axes, small factors."""
 
     def distance(candidate: tuple[int, ...]) -> tuple[float, ...]:
         changes = {

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from ranks import RanksError
 
 
@@ -179,8 +180,8 @@ def leave_a_mess(rank, world):
 def state(rank, world):
     x = torch.randn(2, requires_grad=True) * 2
     num_groups = len(dist.distributed_c10d._world.pg_map)
-    return x.dtype, x.device.type, x.requires_grad, x.tolist(), random.random(), num_groups, \
-        torch.get_num_threads(), "PLANTED" in os.environ, os.getcwd()
+    settings = torch.get_num_threads(), "PLANTED" in os.environ, os.getcwd()
+    return x.dtype, x.device.type, x.requires_grad, x.tolist(), random.random(), num_groups, settings
 
 
 def test_nothing_is_inherited_from_the_test_before(ranks):
