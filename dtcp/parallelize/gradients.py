@@ -104,9 +104,10 @@ def _global_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _sum_of_squares(local_gradients: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm([g for g in local_gradients if g.numel() > 0], 2, dtype=torch.float32) if any(
-        g.numel() > 0 for g in local_gradients
-    ) else [torch.zeros((), device=local_gradients[0].device)]
+    held = [gradient for gradient in local_gradients if gradient.numel() > 0]
+    if not held:  # small parameters leave some FSDP ranks without a row
+        return torch.zeros((), dtype=torch.float64, device=local_gradients[0].device)
+    norms = torch._foreach_norm(held, 2, dtype=torch.float32)
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 

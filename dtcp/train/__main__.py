@@ -3,6 +3,9 @@
 import sys
 
 import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
@@ -18,8 +21,9 @@ register_schemas()
 def run(config: DictConfig) -> None:
     """Train as ``config`` says, then leave the process: 0 done, 1 error, 128 + n stopped by signal n."""
     full_traceback = OmegaConf.select(config, "debug.full_traceback") is True
-    session = Session.alone()
+    session = Session(0, 1, torch.device("cpu"))
     try:
+        refuse_sweep()
         job = to_job_config(config)
         session = start_session(job.device)
         trainer = Trainer(job, session.device)
@@ -32,6 +36,12 @@ def run(config: DictConfig) -> None:
         report(error, session, full_traceback=full_traceback)
         leave(session, 1, together=isinstance(error, JobError))
     leave(session, 128 + signal.number if signal.number else 0, together=True)
+
+
+def refuse_sweep() -> None:
+    """Refuse hydra's --multirun: a job ends with its process."""
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise NotImplementedError("--multirun is not supported; start one job after another, each with its run.name")
 
 
 if __name__ == "__main__":

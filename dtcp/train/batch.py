@@ -3,6 +3,7 @@
 Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,21 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtcp.layout import SequenceLayout
 from dtcp.shard import shard
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """How the rows of one optimizer step are spread over data parallel ranks and microbatches."""
-
-    global_batch_size: int  # rows
-    local_batch_size: int  # rows of one microbatch of one rank
-    num_microbatches: int
-    dp: int  # data parallel ranks
-
-    def row_indices(self, batch_rank: int, microbatch: int) -> list[int]:
-        """Rows of the global batch in this microbatch; over all ranks and microbatches each row comes once."""
-        start = (microbatch * self.dp + batch_rank) * self.local_batch_size
-        return list(range(start, start + self.local_batch_size))
+from dtcp.train.data import deal_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +22,26 @@ class Microbatch:
     tokens: Tensor  # int64 (B, S_local); pads 0
     labels: Tensor  # int64 (B, S_local), the token after each; pads -100
     positions: Tensor  # int64 (B, S_local), global; pads 0
-    row_indices: list[int]  # (B,), of the global batch
+    row_indices: Sequence[int]  # (B,), of the global batch
 
 
-def plan_batch(global_batch_size: int, local_batch_size: int | None, dp: int) -> BatchPlan:
-    """Return the plan; without a local batch size a rank takes all of its rows at once.
+def deal_microbatches(
+    global_batch_size: int, local_batch_size: int | None, dp_rank: int, dp_size: int
+) -> list[range]:
+    """Return the rows of the global batch that a data parallel rank reads, a range per microbatch.
+
+    Without a local batch size a rank takes all of its rows at once; else see `dtcp.train.data.deal_rows`.
 
     Raises:
-        ValueError: If the global batch size is not a multiple of ``local_batch_size * dp``.
+        ValueError: If the global batch size is no multiple of ``local_batch_size * dp_size``; names the nearest.
     """
-    if global_batch_size < 1 or (local_batch_size is not None and local_batch_size < 1):
-        raise ValueError(
-            "training.global_batch_size and training.local_batch_size have to be at least 1, "
-            f"got {global_batch_size} and {local_batch_size}"
-        )
-    rows = dp * (local_batch_size or 1)
-    if global_batch_size % rows:
-        named = f"local_batch_size * dp = {local_batch_size} * {dp}" if local_batch_size else f"dp = {dp}"
-        nearest = max(1, round(global_batch_size / rows)) * rows
-        raise ValueError(
-            f"training.global_batch_size has to be a multiple of {named}, got {global_batch_size}; "
-            f"use training.global_batch_size={nearest}"
-        )
-    local = local_batch_size or global_batch_size // dp
-    return BatchPlan(global_batch_size, local, global_batch_size // (local * dp), dp)
+    if local_batch_size is None:
+        local_batch_size = max(1, global_batch_size // dp_size if global_batch_size % dp_size == 0 else 1)
+    return deal_rows(global_batch_size, local_batch_size, dp_rank, dp_size)
 
 
 def cut(
-    tokens: Tensor, labels: Tensor, row_indices: list[int], *, mesh: DeviceMesh, layout: SequenceLayout
+    tokens: Tensor, labels: Tensor, row_indices: Sequence[int], *, mesh: DeviceMesh, layout: SequenceLayout
 ) -> Microbatch:
     """Cut whole rows over the cp ranks; labels have been shifted before, by construction of the rows.
 

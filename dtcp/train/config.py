@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
 from dtcp.models import PRESETS, GPTConfig, LlamaConfig, model_config
+from dtcp.train.data import DataConfig
 
 
 class Device(Enum):
@@ -40,11 +41,6 @@ class Decay(Enum):
     constant = "constant"
 
 
-class DataSource(Enum):
-    stdlib = "stdlib"
-    text = "text"
-
-
 @dataclass(slots=True)
 class MeshConfig:
     """Degrees; their product is the world size, -1 takes what is left."""
@@ -63,13 +59,6 @@ class AttentionConfig:
     strategy: str = MISSING
     layout: str = MISSING
     kernel: str = MISSING
-
-
-@dataclass(slots=True)
-class DataConfig:
-    source: DataSource = MISSING
-    paths: list[str] = MISSING  # files or globs, for source text
-    tokenizer: str = MISSING  # "bytes" or the path of a Hugging Face tokenizer.json
 
 
 @dataclass(slots=True)
@@ -117,7 +106,7 @@ class DebugConfig:
 @dataclass(slots=True)
 class JobConfig:
     model: Any = MISSING  # fields of a preset's GPTConfig or LlamaConfig, and its name
-    data: DataConfig = field(default_factory=DataConfig)
+    data: Any = field(default_factory=lambda: _open_twin(DataConfig)())  # fields of dtcp.train.data.DataConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -132,7 +121,7 @@ def register_schemas() -> None:
     """Tell hydra's ConfigStore the schema and the model group: a choice for each preset, with all of its values."""
     store = ConfigStore.instance()
     store.store(name="schema", node=JobConfig)
-    schemas = {kind: _open_twin(kind) for kind in (GPTConfig, LlamaConfig)}
+    schemas = {kind: _open_twin(kind, name=str) for kind in (GPTConfig, LlamaConfig)}
     for name, preset in PRESETS.items():
         store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name))
 
@@ -171,10 +160,24 @@ def to_model_config(model: Any) -> GPTConfig | LlamaConfig:
     return model_config(values.pop("name"), **values)
 
 
-def _open_twin(kind: type) -> type:
-    """The dataclass ``kind`` without ``frozen``, which hydra would refuse to override, and with a preset's name."""
-    fields = [("name", str, MISSING), *((f.name, _open_type(f.type), MISSING) for f in dataclasses.fields(kind))]
-    return dataclasses.make_dataclass(f"{kind.__name__}Schema", fields)
+def to_data_config(data: Any) -> DataConfig:
+    """Return the data section as its own config, checked.
+
+    Raises:
+        ValueError: If a value is not allowed.
+    """
+    return DataConfig(**dataclasses.asdict(data))
+
+
+def _open_twin(kind: type, **more: type) -> type:
+    """The dataclass ``kind`` without ``frozen``, which hydra would refuse to override; a value comes from outside.
+
+    Args:
+        more: Further fields, first; name and type.
+    """
+    fields = [(f.name, _open_type(f.type), _field_default(f)) for f in dataclasses.fields(kind)]
+    named = [(name, annotation, field(default=MISSING)) for name, annotation in more.items()]
+    return dataclasses.make_dataclass(f"{kind.__name__}Schema", [*named, *fields])
 
 
 def _open_type(annotation: Any) -> Any:
@@ -182,15 +185,22 @@ def _open_type(annotation: Any) -> Any:
     for member in get_args(annotation):
         if dataclasses.is_dataclass(member):
             assert isinstance(member, type)
-            values = [(f.name, f.type, MISSING) for f in dataclasses.fields(member)]
-            return dataclasses.make_dataclass(f"{member.__name__}Schema", values) | None
+            return _open_twin(member) | None
     return annotation
 
 
+def _field_default(original: dataclasses.Field[Any]) -> Any:
+    if original.default_factory is not dataclasses.MISSING:
+        return field(default_factory=original.default_factory)
+    return field(default=MISSING if original.default is dataclasses.MISSING else original.default)
+
+
 def _fill(schema: type, preset: Any, **more: Any) -> Any:
+    """An instance of the twin ``schema`` with the values of ``preset``."""
     values = {f.name: getattr(preset, f.name) for f in dataclasses.fields(preset)}
     for f in dataclasses.fields(schema):
         for member in get_args(f.type):
             if dataclasses.is_dataclass(member) and values.get(f.name) is not None:
-                values[f.name] = _fill(member, values[f.name])  # type: ignore[arg-type]
+                assert isinstance(member, type)
+                values[f.name] = _fill(member, values[f.name])
     return schema(**values, **more)

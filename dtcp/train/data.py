@@ -104,6 +104,11 @@ class TextDataset:
         """Id that follows every document."""
         return self.tokenizer.end_of_document
 
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below it; the model's has to be at least this."""
+        return self.tokenizer.vocab_size
+
     def with_split(self, split: str) -> "TextDataset":
         """Return the other part of the same tokens; nothing is read or copied."""
         return TextDataset(

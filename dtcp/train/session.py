@@ -34,7 +34,7 @@ class Session:
     rank: int
     world_size: int
     device: torch.device
-    store: dist.Store | None  # None when nobody else is there to meet
+    store: dist.Store | None = None  # None when nobody else is there to meet
 
 
 def start_session(device: Device) -> Session:
@@ -43,15 +43,13 @@ def start_session(device: Device) -> Session:
     Raises:
         ValueError: If CUDA is asked for and missing, or there are fewer devices than ranks on this machine.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    resolved = _resolve_device(device, local_rank)
+    resolved = _resolve_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     if "WORLD_SIZE" not in os.environ:
-        return Session(0, 1, resolved, None)
+        return Session(0, 1, resolved)
     backend = "cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo"
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
     store = dist.PrefixStore("dtcp", store)
-    if not dist.is_initialized():  # hydra's --multirun comes here once a job
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size)
     return Session(rank, world_size, resolved, store)
 
 

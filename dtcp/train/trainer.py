@@ -6,7 +6,7 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,8 +23,8 @@ from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.fsdp import set_last_microbatch
 from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.shard import check_same_batch
-from dtcp.train.batch import Microbatch, cut, plan_batch
-from dtcp.train.config import JobConfig, to_model_config
+from dtcp.train.batch import Microbatch, cut, deal_microbatches
+from dtcp.train.config import JobConfig, to_data_config, to_model_config
 from dtcp.train.data import make_dataset
 from dtcp.train.metrics import MetricsLog, StepMetrics, peak_flops, peak_memory_gib
 from dtcp.train.nonfinite import refuse_non_finite
@@ -63,13 +63,21 @@ class Trainer:
             self.dims = ParallelDims(**dataclasses.asdict(config.mesh))
             self.model_config = to_model_config(config.model)
             check_supported(config, self.dims)
+            num_readers = self.dims.dp_replicate * self.dims.dp_shard
             self.model_config.check_seq_len(config.training.seq_len)
-            dp = self.dims.dp_replicate * self.dims.dp_shard
-            self.plan = plan_batch(config.training.global_batch_size, config.training.local_batch_size, dp)
+            deal_microbatches(config.training.global_batch_size, config.training.local_batch_size, 0, num_readers)
             self.layout = make_layout(config.attention.layout, seq_len=config.training.seq_len, cp=self.dims.cp)
-            self.dataset = make_dataset(config.data, seq_len=config.training.seq_len, seed=config.debug.seed)
-            check_vocabulary(self.dataset.vocab_size, self.model_config.vocab_size, config.model.name)
+            self.dataset = make_dataset(
+                to_data_config(config.data), seq_len=config.training.seq_len, seed=config.debug.seed
+            )
+            check_vocabulary(self.dataset.tokenizer.vocab_size, self.model_config.vocab_size, config.model.name)
         self.dims.build_mesh(self.device.type)
+        self.rows = deal_microbatches(
+            config.training.global_batch_size,
+            config.training.local_batch_size,
+            self.dims.view("batch").get_local_rank(),
+            num_readers,
+        )
         self.model = self._build_model()
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.scheduler = make_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
@@ -83,21 +91,19 @@ class Trainer:
             parallelize_for_training(model, self.dims, self.config, self.device)
         return model
 
-    def read_rows(self, step: int, row_indices: list[int]) -> tuple[Tensor, Tensor]:
+    def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return tokens and labels of rows of the global batch of ``step`` (from 0): int64 (B, S) each, on the CPU.
 
         Labels are the next tokens: rows hold one token more than they show, so the shift comes before the cut.
         """
-        rows = torch.stack([self.dataset.row(step, i, self.plan.global_batch_size) for i in row_indices])
-        return rows[:, :-1], rows[:, 1:]
+        batch = self.dataset.batch(step, row_indices, self.config.training.global_batch_size)
+        return batch["tokens"], batch["labels"]
 
     def read_microbatches(self) -> list[Microbatch]:
         """Return this rank's part of the global batch of the coming step."""
-        batch_rank = self.dims.view("batch").get_local_rank()
         microbatches = []
         check_every = self.config.debug.check_same_batch_every
-        for number in range(self.plan.num_microbatches):
-            row_indices = self.plan.row_indices(batch_rank, number)
+        for row_indices in self.rows:
             tokens, labels = (x.to(self.device) for x in self.read_rows(self.step, row_indices))
             if check_every and self.step % check_every == 0:
                 check_same_batch(torch.stack([tokens, labels]), self.dims.view("cp"))
@@ -152,7 +158,7 @@ class Trainer:
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.step += 1
-        num_tokens = self.plan.global_batch_size * self.layout.seq_len
+        num_tokens = self.config.training.global_batch_size * self.layout.seq_len
         self.tokens_seen += num_tokens
         seconds = time.perf_counter() - start
         return self._metrics(loss, grad_norm, lr, int(num_valid_tokens), num_tokens, seconds), num_stops > 0
@@ -188,13 +194,13 @@ class Trainer:
 
     def describe(self) -> str:
         """The job in two lines: what is trained, and how it is cut."""
-        mesh, plan, training = self.dims, self.plan, self.config.training
+        mesh, training = self.dims, self.config.training
         return (
             f"dtcp {dtcp.__version__}  {self.config.model.name}: {self.model_config.num_parameters:,} parameters, "
             f"{training.param_dtype.name}{', compiled' if training.compile else ''}, on {mesh.world_size} {self.device.type} rank(s)\n"
             f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}  "
             f"attention: {self.config.attention.strategy}, {self.layout.name}  "
-            f"a step: {plan.global_batch_size} rows of {training.seq_len} tokens, {plan.num_microbatches} microbatch(es)"
+            f"a step: {training.global_batch_size} rows of {training.seq_len} tokens, {len(self.rows)} microbatch(es)"
         )
 
     def _sum_over_ranks(self, share: Tensor, stop_requested: bool) -> tuple[float, float]:
