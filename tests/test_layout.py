@@ -132,6 +132,8 @@ def test_tiles_cover_every_allowed_pair_once_and_no_other(layout, is_causal):
             if is_causal:
                 allowed &= kv <= q
             assert torch.equal(tile_mask(layout, q_rank, kv_rank, is_causal), allowed.long())
+            read = allowed.any(0).nonzero().flatten().tolist() or [0, -1]
+            assert layout.key_range(q_rank, kv_rank, is_causal=is_causal) == (read[0], read[-1] + 1)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))

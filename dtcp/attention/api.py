@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtcp.attention.arguments import check_inputs, check_later_features, check_layouts, check_strategy
+from dtcp.attention.arguments import (
+    check_inputs,
+    check_later_features,
+    check_layouts,
+    check_strategy,
+    length_error,
+)
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
 from dtcp.collectives import agree
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from dtcp.layout import SequenceLayout
 
 # The function itself, not the attribute of torch.nn.functional that users and libraries replace.
-_scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+plain_attention = torch._C._nn.scaled_dot_product_attention
 
 
 def context_parallel_attention(
@@ -89,21 +95,21 @@ def context_parallel_attention(
             attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap, dropout_p=dropout_p,
         )  # fmt: skip
         check_strategy(strategy, ulysses_degree)
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast_inputs(query, key, value)
         check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format=qkv_format)
         if qkv_format == "bhsd":
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        check_layouts(
-            mesh, layout, kv_layout, query_length=query.size(1), key_length=key.size(1), is_causal=is_causal
-        )
+        check_layouts(mesh, layout, kv_layout, is_causal)
         choose_kernel(kernel, query, max(query.size(-1), value.size(-1)))
     except (ValueError, NotImplementedError) as error:
         _report_refusal(error, mesh)
         raise
     kv_layout = kv_layout or layout
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
-    if _is_plain(layout, kv_layout, query, value, kernel) and not return_lse:
-        out = _scaled_dot_product_attention(
+    if is_plain(layout, kv_layout) and kernel == "auto" and query.size(-1) == value.size(-1) and not return_lse:
+        if error := length_error(query.size(1), key.size(1), layout, kv_layout):
+            raise error
+        out = plain_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
             is_causal=is_causal, scale=scale, enable_gqa=query.size(2) != key.size(2),
         )  # fmt: skip
@@ -117,15 +123,12 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def _is_plain(
-    layout: SequenceLayout, kv_layout: SequenceLayout, query: Tensor, value: Tensor, kernel: str
-) -> bool:
-    """One rank, no pads, no kernel asked for, and head dims that torch's fused kernels take."""
-    unpadded = all(of.padded_seq_len == of.seq_len for of in (layout, kv_layout))
-    return layout.cp == 1 and unpadded and kernel == "auto" and query.size(-1) == value.size(-1)
+def is_plain(layout: SequenceLayout, kv_layout: SequenceLayout) -> bool:
+    """Whether nothing is cut and nothing is padded."""
+    return layout.cp == 1 and all(of.padded_seq_len == of.seq_len for of in (layout, kv_layout))
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for scaled_dot_product_attention, which a custom op would miss."""
     if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
         return query, key, value

@@ -102,12 +102,9 @@ def check_layouts(
     mesh: DeviceMesh,
     layout: SequenceLayout,
     kv_layout: SequenceLayout | None,
-    *,
-    query_length: int,
-    key_length: int,
     is_causal: bool,
 ) -> None:
-    """Raise ValueError unless mesh, layouts and local lengths fit together."""
+    """Raise ValueError unless mesh and layouts fit together; the op itself checks the lengths."""
     check_mesh(mesh, "context_parallel_attention")
     for name, of in (("layout", layout), ("kv_layout", kv_layout or layout)):
         if of.cp != mesh.size():
@@ -118,14 +115,17 @@ def check_layouts(
         raise ValueError(
             "is_causal needs queries and keys in one layout; use is_causal=False for cross attention, or drop kv_layout"
         )
-    if query_length != layout.local_seq_len:
-        raise ValueError(
-            f"query has {query_length} slots but the layout ({layout.name}, seq_len={layout.seq_len}, cp={layout.cp}) "
-            f"has {layout.local_seq_len} on each rank; cut it with shard(query, mesh, layout)"
-        )
-    expected = (kv_layout or layout).local_seq_len
-    if key_length != expected:
-        raise ValueError(
-            f"key and value have {key_length} slots but {'kv_layout' if kv_layout else 'layout'} has {expected} on "
-            "each rank; cut them with shard, and give kv_layout if their length is another one"
-        )
+
+
+def length_error(
+    query_length: int, key_length: int, layout: SequenceLayout, kv_layout: SequenceLayout
+) -> ValueError | None:
+    """The error to raise if local lengths are not those of the layouts."""
+    for name, length, of in (("query", query_length, layout), ("key and value", key_length, kv_layout)):
+        if length != of.local_seq_len:
+            return ValueError(
+                f"{name}: {length} slots, but the layout ({of.name}, seq_len={of.seq_len}, cp={of.cp}) has "
+                f"{of.local_seq_len} on each rank; cut with shard(x, mesh, layout), and give kv_layout if the keys "
+                "have another length"
+            )
+    return None

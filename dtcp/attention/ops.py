@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dtcp.attention.arguments import length_error
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
 from dtcp.collectives import DTYPES, agree, resolve_group
@@ -37,7 +38,7 @@ def attention_forward(
     """Return (out, lse) of this rank's queries over the whole sequence's keys. Collective."""
     call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
     fields = agreement_fields(query, key, value, call, strategy)
-    agree("context_parallel_attention", fields, call.group, query.device)
+    agree("context_parallel_attention", fields, call.group, query.device, error=_refusal(query, key, call))
     out, lse = choose_strategy(strategy).forward(call, *_by_head(query, key, value))
     return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -81,6 +82,13 @@ def agreement_fields(query: Tensor, key: Tensor, value: Tensor, call: Call, stra
         "scale": int(torch.tensor(call.scale, dtype=torch.float64).view(torch.int64)),
         "strategy": STRATEGY_NAMES.index(strategy),
     }
+
+
+def _refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
+    """What only the op can check: in a compiled graph the layout is known when it runs."""
+    if call.layout.cp != call.group.size():
+        return ValueError(f"the layout is for cp={call.layout.cp} but the group has {call.group.size()} ranks")
+    return length_error(query.size(1), key.size(1), call.layout, call.kv_layout)
 
 
 def _state_number(state: Tensor) -> int:

@@ -14,6 +14,9 @@ class ScaledDotProductAttention(nn.Module):
     and nothing else, and ``{"attention.sdpa": ...}`` in a parallel plan is enough.
     """
 
+    # A plan entry that takes over the call has to know the mask.
+    is_causal = True
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend causally.
 
@@ -27,5 +30,5 @@ class ScaledDotProductAttention(nn.Module):
         """
         # By attribute, not by imported name: a patch of torch.nn.functional has to see this call.
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.size(1) != key.size(1)
+            query, key, value, is_causal=self.is_causal, enable_gqa=query.size(1) != key.size(1)
         )

@@ -1,0 +1,143 @@
+"""Context parallelism as an entry of a ``parallelize_module`` plan."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtcp.attention.api import autocast_inputs, is_plain
+from dtcp.attention.arguments import check_inputs, check_strategy
+from dtcp.attention.kernels import KERNEL_NAMES
+from dtcp.attention.ops import attention_forward
+from dtcp.collectives import check_mesh
+from dtcp.layout import SequenceLayout
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What stays the same from step to step for one module."""
+
+    group_name: str
+    cp: int
+    is_causal: bool
+    strategy: str
+    kernel: str
+
+
+class ContextParallel(ParallelStyle):
+    """Make a module ``forward(query, key, value)`` attend over the whole sequence.
+
+    ``parallelize_module(block, mesh["cp"], {"attention.sdpa": ContextParallel(strategy="ring")})``, then
+    ``set_sequence(model, layout)`` before each step. The module takes and gives (B, H, S_local, D) in layout
+    order, or (B, S_local, H, D) with ``qkv_format="bshd"``; query heads may be a multiple of key heads. With one
+    cp rank its own forward runs.
+
+    Args:
+        strategy, kernel, qkv_format: As in ``context_parallel_attention``.
+        is_causal: Whether the module masks the future; None reads the module's attribute ``is_causal``.
+        scale: Of the scores; None is 1/√D.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str = "ring",
+        kernel: str = "auto",
+        is_causal: bool | None = None,
+        scale: float | None = None,
+        qkv_format: str = "bhsd",
+    ) -> None:
+        super().__init__()
+        check_strategy(strategy, None)
+        if kernel not in KERNEL_NAMES:
+            raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
+        self.strategy, self.kernel, self.is_causal = strategy, kernel, is_causal
+        self.scale, self.qkv_format = scale, qkv_format
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_mesh(device_mesh, "ContextParallel")
+        if isinstance(module, _ContextParallelModule):
+            raise ValueError(f"{type(module).__name__} is context parallel already; give one plan entry for it")
+        is_causal = getattr(module, "is_causal", None) if self.is_causal is None else self.is_causal
+        if not isinstance(is_causal, bool):
+            raise ValueError(
+                f"ContextParallel cannot tell whether {type(module).__name__} is causal; pass "
+                "ContextParallel(is_causal=True) or False"
+            )
+        group_name = device_mesh.get_group().group_name
+        module._dtcp_plan = _Plan(group_name, device_mesh.size(), is_causal, self.strategy, self.kernel)  # type: ignore[assignment]
+        module._dtcp_scale, module._dtcp_format = self.scale, self.qkv_format  # type: ignore[assignment]
+        module._dtcp_state, module._dtcp_is_plain = None, False  # type: ignore[assignment]
+        # A subclass rather than a replaced `forward`: state dict, hooks, wrappers and Dynamo see an ordinary module.
+        module.__class__ = _context_parallel_class(type(module))
+        return module
+
+
+class _ContextParallelModule(nn.Module):
+    """Mixed in before a module's own class."""
+
+    _dtcp_plan: _Plan
+    _dtcp_scale: float | None
+    _dtcp_format: str
+    _dtcp_state: Tensor | None
+    _dtcp_is_plain: bool
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._dtcp_is_plain:
+            return super().forward(query, key, value)
+        if self._dtcp_state is None:
+            raise RuntimeError(
+                f"{type(self).__name__} does not know the sequence; call dtcp.set_sequence(model, layout) before the step"
+            )
+        query, key, value = autocast_inputs(query, key, value)
+        check_inputs(query, key, value, enable_gqa=True, qkv_format=self._dtcp_format)
+        if self._dtcp_format == "bhsd":
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        plan, state = self._dtcp_plan, self._dtcp_state
+        scale = 1 / math.sqrt(query.size(-1)) if self._dtcp_scale is None else float(self._dtcp_scale)
+        out, _ = attention_forward(
+            query, key, value, state, state, plan.group_name, plan.is_causal, scale, plan.strategy, plan.kernel
+        )
+        return out.transpose(1, 2) if self._dtcp_format == "bhsd" else out
+
+
+@functools.cache
+def _context_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"ContextParallel{cls.__name__}", (_ContextParallelModule, cls), {})
+
+
+def set_sequence(
+    model: nn.Module, layout: SequenceLayout, documents: Any = None, step: int = 0, rows: Any = None
+) -> None:
+    """Tell every context parallel module of ``model`` what it gets next. Call it before each step or microbatch.
+
+    Costs no recompilation: modules hold the layout as a tensor of constant shape. A backward, and a recomputation
+    within it, uses the layout of its own forward.
+
+    Args:
+        layout: Who holds which tokens of the sequence.
+        documents: Not available yet.
+        step, rows: Optimizer step and rows of the global batch, for modules that draw random numbers (none yet).
+
+    Raises:
+        ValueError: If no module of ``model`` is context parallel, or the layout is for another cp degree.
+    """
+    if documents is not None:
+        raise NotImplementedError("set_sequence does not know documents yet; use documents=None")
+    modules = [module for module in model.modules() if isinstance(module, _ContextParallelModule)]
+    if not modules:
+        raise ValueError(
+            "set_sequence found no context parallel module; give ContextParallel to parallelize_module for the "
+            "module that attends, for instance {'attention.sdpa': dtcp.ContextParallel()}"
+        )
+    for module in modules:
+        if module._dtcp_plan.cp != layout.cp:
+            raise ValueError(f"the layout is for cp={layout.cp}, the model was parallelized over {module._dtcp_plan.cp} ranks")
+        module._dtcp_state = layout.state
+        module._dtcp_is_plain = is_plain(layout, layout)
