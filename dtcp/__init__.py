@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# At once, unlike the names below: loading the submodule `dtcp.shard` binds that name in this package, and only an
+# import that comes first and rebinds it makes `dtcp.shard` the function for good.
+from dtcp.shard import check_same_batch, shard, shift_labels, unshard
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -16,7 +20,6 @@ if TYPE_CHECKING:
     from dtcp.parallelize.context import ContextParallel, set_sequence
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
-    from dtcp.shard import check_same_batch, shard, shift_labels, unshard
 
 # Public name -> module that defines it. Loaded on first use, so that `import dtcp` stays light
 # (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
@@ -26,7 +29,6 @@ _HOME = {
     "SequenceLayout": "dtcp.layout",
     "Tile": "dtcp.layout",
     "apply_fsdp": "dtcp.parallelize.fsdp",
-    "check_same_batch": "dtcp.shard",
     "clip_grad_norm_": "dtcp.parallelize.gradients",
     "context_parallel_attention": "dtcp.attention.api",
     "count_valid_tokens": "dtcp.loss",
@@ -34,10 +36,7 @@ _HOME = {
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
     "set_sequence": "dtcp.parallelize.context",
-    "shard": "dtcp.shard",
-    "shift_labels": "dtcp.shard",
     "token_loss": "dtcp.loss",
-    "unshard": "dtcp.shard",
 }
 
 __all__ = [

@@ -31,7 +31,7 @@ class Kernel(Protocol):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) over the keys of this tile."""
+        """Return (out, lse) over the keys of this tile; out in the dtype of the inputs or of lse."""
         ...
 
     def backward(

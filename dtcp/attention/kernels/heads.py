@@ -1,9 +1,15 @@
-"""Head dims and head groups, for kernels that want them equal. Shapes as in ``kernels/__init__``."""
+"""Dtypes, head dims and head groups, for kernels that want them otherwise. Shapes as in ``kernels/__init__``."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def upcast(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in float32; float64 stays."""
+    return [t if t.dtype == torch.float64 else t.float() for t in tensors]
 
 
 def pad_head_dim(*tensors: Tensor, multiple: int = 1) -> list[Tensor]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dtcp.attention.kernels.heads import upcast
+
 # Scores of one block of queries, in elements: 64 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 24
 
@@ -22,7 +24,7 @@ class MathKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        dtype, (query, key, value) = _upcast(query, key, value)
+        query, key, value = upcast(query, key, value)
         out = query.new_empty(*query.shape[:3], value.size(-1))
         lse = query.new_empty(query.shape[:3])
         for start, stop, keys in _blocks(query, key, is_causal):
@@ -31,7 +33,7 @@ class MathKernel:
             lse[:, :, start:stop] = block_lse.flatten(1, 2)
             weights = (scores - block_lse.unsqueeze(-1)).exp()
             out[:, :, start:stop] = _by_kv_head(weights, value[:, :, :keys]).flatten(1, 2)
-        return out.to(dtype), lse
+        return out, lse
 
     def backward(
         self,
@@ -45,7 +47,7 @@ class MathKernel:
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, (grad_out, query, key, value, out) = _upcast(grad_out, query, key, value, out)
+        grad_out, query, key, value, out = upcast(grad_out, query, key, value, out)
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         groups = (key.size(1), -1)
         delta = (grad_out * out).sum(-1)
@@ -59,12 +61,7 @@ class MathKernel:
             grad_scores = weights * (grad_weights - delta[rows].unflatten(1, groups).unsqueeze(-1)) * scale
             grad_query[rows] = _by_kv_head(grad_scores, key[:, :, :keys]).flatten(1, 2)
             grad_key[:, :, :keys] += _over_queries(grad_scores, query[rows].unflatten(1, groups))
-        return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
-
-
-def _upcast(*tensors: Tensor) -> tuple[torch.dtype, list[Tensor]]:
-    dtype = tensors[0].dtype
-    return dtype, [t if dtype == torch.float64 else t.float() for t in tensors]
+        return grad_query, grad_key, grad_value
 
 
 def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[tuple[int, int, int]]:
