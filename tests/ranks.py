@@ -17,6 +17,7 @@ after a failure. A call costs 2 ms at 2 ranks and 3.2 ms at 4.
 
 import contextlib
 import faulthandler
+import importlib
 import gc
 import io
 import json
@@ -318,7 +319,7 @@ def _serve_zygote(control: socket.socket) -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel  # noqa: F401
 
-    for module in ("_pytest.assertion.rewrite", "numpy", "dtcp"):
+    for module in ("_pytest.assertion.rewrite", "numpy", "dtcp", "dtcp.train.trainer"):
         with contextlib.suppress(Exception):  # what is broken is for the test to meet
             __import__(module)
     gc.freeze()  # what all ranks share is not looked at again: a collection takes 0.2 ms
@@ -415,6 +416,9 @@ def _reset(environment: dict[str, str], cwd: str) -> None:
     torch.set_num_threads(1)
     torch._C._set_deterministic_algorithms(False, warn_only=False)  # the public one imports Inductor, 1.2 s
     torch.set_float32_matmul_precision("highest")
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor caches specs by the mesh's shape and names: the next test would meet groups that are gone.
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     random.seed(0)

@@ -31,7 +31,7 @@ LAYERS = [
     ["attention.kernels", "attention.merge", "attention.comm", "attention.schedule"],
     ["attention.strategies"],
     ["attention.arguments"],
-    ["attention.ops"],
+    ["attention.ops", "attention.sharding"],
     ["attention", "attention.api", "attention.reference"],
     ["attention.dispatch"],
     ["models"],
