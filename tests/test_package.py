@@ -27,6 +27,7 @@ LAYERS = [
     ["_paths", "collectives", "containers"],
     ["documents"],
     ["layout"],
+    ["shard_ops"],
     ["shard", "mesh", "loss"],
     ["attention.kernels", "attention.merge", "attention.comm", "attention.schedule"],
     ["attention.strategies"],
