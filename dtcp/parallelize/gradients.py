@@ -41,7 +41,8 @@ def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
         _refuse_sharded(name, parameter)
     if not parameters:
         return
-    anywhere = torch.tensor([p.grad is not None for _, p in parameters], dtype=torch.uint8, device=parameters[0][1].device)
+    has_gradient_here = [parameter.grad is not None for _, parameter in parameters]
+    anywhere = torch.tensor(has_gradient_here, dtype=torch.uint8, device=parameters[0][1].device)
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     gradients = []
     for (_, parameter), has_gradient in zip(parameters, anywhere.tolist(), strict=True):

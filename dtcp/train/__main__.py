@@ -35,7 +35,8 @@ def run(config: DictConfig) -> None:
     except Exception as error:
         report(error, session, full_traceback=full_traceback)
         leave(session, 1, together=isinstance(error, JobError))
-    leave(session, 128 + signal.number if signal.number else 0, together=True)
+    is_done = trainer.step == job.training.steps
+    leave(session, 0 if is_done else 128 + signal.number, together=True)
 
 
 def refuse_sweep() -> None:

@@ -83,7 +83,7 @@ class TrainingConfig:
     global_batch_size: int = MISSING  # rows an optimizer step, global
     local_batch_size: int | None = MISSING  # rows a rank's microbatch; null: the whole batch at once
     steps: int = MISSING
-    max_norm: float = MISSING  # of the global gradient; .inf: measure only
+    max_norm: float = MISSING  # of the global gradient; inf: measure only
     param_dtype: DType = MISSING  # of forward and backward; master weights stay float32
     reduce_dtype: DType = MISSING  # gradients are summed over ranks in it
     compile: bool = MISSING  # every block, fullgraph
@@ -130,8 +130,9 @@ def to_job_config(config: DictConfig) -> JobConfig:
     """Return hydra's result as dataclasses, interpolations resolved.
 
     Raises:
-        ValueError: If the model section does not build on a preset.
+        ValueError: If the model section does not build on a preset, or a key was added that nothing reads.
     """
+    refuse_added_keys(config)
     job = OmegaConf.to_object(config)
     assert isinstance(job, JobConfig), type(job)
     if not dataclasses.is_dataclass(job.model):
@@ -140,6 +141,23 @@ def to_job_config(config: DictConfig) -> JobConfig:
             "`defaults: [gpt_tiny]`, or another of " + ", ".join(PRESETS)
         )
     return job
+
+
+def refuse_added_keys(config: DictConfig, prefix: str = "") -> None:
+    """Refuse ``+key=value``: hydra adds it past the schema, and it would be dropped without a word.
+
+    Raises:
+        ValueError: Naming the key and those there are.
+    """
+    kind = OmegaConf.get_type(config)
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        return
+    names = [f.name for f in dataclasses.fields(kind)]
+    for key in map(str, config):
+        if key not in names:
+            raise ValueError(f"there is no key {prefix}{key}; the keys beside it are {', '.join(names)}")
+        if isinstance(child := config._get_node(key), DictConfig) and not child._is_none():
+            refuse_added_keys(child, f"{prefix}{key}.")
 
 
 def compose_job_config(overrides: list[str]) -> JobConfig:

@@ -101,7 +101,7 @@ def agreed() -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """The message in one line; errors of the system keep their name, which is half of the message."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return f"{type(error).__name__}: {text}" if isinstance(error, OSError) else text
+    return f"{type(error).__name__}: {text}" if isinstance(error, OSError) and error.errno else text
 
 
 def report(error: BaseException, session: Session, *, full_traceback: bool) -> None:

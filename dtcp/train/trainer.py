@@ -153,7 +153,7 @@ class Trainer:
         refuse_non_finite(
             self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=self.forward
         )
-        lr = self.scheduler.get_last_lr()[0]
+        lr = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -194,11 +194,12 @@ class Trainer:
 
     def describe(self) -> str:
         """The job in two lines: what is trained, and how it is cut."""
-        mesh, training = self.dims, self.config.training
+        dims, training = self.dims, self.config.training
+        precision = f"{training.param_dtype.name}{', compiled' if training.compile else ''}"
         return (
             f"dtcp {dtcp.__version__}  {self.config.model.name}: {self.model_config.num_parameters:,} parameters, "
-            f"{training.param_dtype.name}{', compiled' if training.compile else ''}, on {mesh.world_size} {self.device.type} rank(s)\n"
-            f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp}  "
+            f"{precision}, on {dims.mesh.size()} {self.device.type} rank(s)\n"
+            f"dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp}  "
             f"attention: {self.config.attention.strategy}, {self.layout.name}  "
             f"a step: {training.global_batch_size} rows of {training.seq_len} tokens, {len(self.rows)} microbatch(es)"
         )
@@ -214,7 +215,7 @@ class Trainer:
     def _metrics(
         self, loss: float, grad_norm: float, lr: float, num_valid: int, num_tokens: int, seconds: float
     ) -> StepMetrics:
-        per_device = num_tokens / seconds / self.dims.world_size
+        per_device = num_tokens / seconds / self.dims.mesh.size()
         flops = per_device * self.model_config.flops_per_token(self.layout.seq_len)
         peak = peak_flops(self.device)
         return StepMetrics(
@@ -244,16 +245,17 @@ def check_supported(config: JobConfig, dims: ParallelDims) -> None:
             "use mesh.tp=1 mesh.pp=1 and more of mesh.cp or mesh.dp_shard"
         )
     dropout = getattr(config.model, "dropout", 0.0)
-    if dropout > 0 and dims.world_size > 1:
+    num_ranks = math.prod(dims.degrees.values())
+    if dropout > 0 and num_ranks > 1:
         raise NotImplementedError(
             f"dropout whose mask does not depend on the mesh does not exist yet, got model.dropout={dropout} on "
-            f"{dims.world_size} ranks; use model.dropout=0"
+            f"{num_ranks} ranks; use model.dropout=0"
         )
     training = config.training
     if training.steps < 1:
         raise ValueError(f"training.steps has to be at least 1, got {training.steps}")
     if not training.max_norm > 0:
-        raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; .inf only measures")
+        raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; inf only measures")
     if not (math.isfinite(config.optimizer.lr) and config.optimizer.lr > 0):
         raise ValueError(f"optimizer.lr has to be positive, got {config.optimizer.lr}")
 
