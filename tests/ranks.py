@@ -11,18 +11,14 @@ one gloo world over loopback and stay until the run ends. A run that fails or ha
 killed and the next run forks a new one, so no test meets the wreck of another. Between runs a worker destroys the
 groups that the test made and resets seeds, grad mode, dtypes, threads, environment and Dynamo.
 
-Measured on 2 cores: the zygote's imports 1.9 s, once in a pytest run; then 4 ranks are up in 0.09 s (2 in 0.05 s), also
+Measured on 2 cores: the zygote's imports 5 s, once in a pytest run (torch and gloo alone 1.9 s); then 4 ranks are up in 0.09 s (2 in 0.05 s), also
 after a failure. A call costs 2 ms at 2 ranks and 3.2 ms at 4.
 """
 
 import contextlib
-import faulthandler
-import importlib
-import gc
 import io
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -31,14 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from types import CodeType
 from typing import Any
 
@@ -46,7 +38,6 @@ import cloudpickle
 
 GRACE_SECONDS = 2.0  # after the first failure, how long the other ranks may take to report theirs
 EXPECTING_GRACE_SECONDS = 20.0  # the same where every rank is to raise: one may be slower on its way there
-GROUP_TIMEOUT = timedelta(minutes=10)  # gloo's own; ours is shorter and says more
 
 
 class RanksError(AssertionError):
@@ -64,9 +55,6 @@ class Outcome:
     message: str = ""  # raised: str(exception)
     details: str = ""  # traceback, or the stack dump of a rank that died or hangs
     as_expected: bool = False  # raised: is it of the expected type?
-
-
-# ---- the side of pytest ----------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -148,14 +136,15 @@ class Ranks:
 
 
 class _Zygote:
-    """The process that has torch loaded and forks ranks on request. It is asked over a socket, in lines of JSON."""
+    """The process that has torch loaded and forks ranks on request. It is asked over a socket, in JSON."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         # Ranks meet on this machine only; its host name need not resolve.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        command = [sys.executable, __file__, str(theirs.fileno()), json.dumps(sys.path)]
+        script = Path(__file__).with_name("rank_process.py")
+        command = [sys.executable, str(script), str(theirs.fileno()), json.dumps(sys.path)]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
         )
@@ -224,7 +213,7 @@ class _Pool:
 
     def _receive(self, rank: int, connection: Connection) -> Outcome:
         try:
-            return cloudpickle.loads(connection.recv_bytes())
+            return Outcome(rank, *cloudpickle.loads(connection.recv_bytes()))
         except (EOFError, OSError):
             return Outcome(rank, "died", error=self._zygote.status(self.pids[rank]), details=self._dump(rank))
 
@@ -274,6 +263,13 @@ class _Pickler(cloudpickle.Pickler):
 _Pickler.dispatch_table[CodeType] = _Pickler.reduce_code
 
 
+def _prove_sound(rank: int, world: int) -> int:
+    import torch.distributed as dist
+
+    dist.barrier()
+    return dist.distributed_c10d._world.group_count
+
+
 def _dumps(task: tuple[Any, ...], fn: Callable[..., Any] | None = None) -> bytes:
     """Pickle a task. What a test module defines travels by value, with the assertions that pytest rewrote in it."""
     module = sys.modules.get(getattr(fn, "__module__", ""))
@@ -302,130 +298,3 @@ def _describe(outcomes: list[Outcome], timeout: float) -> str:
             return f"rank {first.rank} {kind}: {first.error} ({head})\n{first.details}"
     stacks = "\n".join(f"rank {o.rank} hangs in\n{o.details}" for o in outcomes if o.kind == "waiting")
     return f"ranks {ranks_that('waiting')} did not return within {timeout} s ({head})\n{stacks}"
-
-
-# ---- the side of the ranks -------------------------------------------------------------------------------------------
-
-
-def _prove_sound(rank: int, world: int) -> int:
-    import torch.distributed as dist
-
-    dist.barrier()
-    return dist.distributed_c10d._world.group_count
-
-
-def _serve_zygote(control: socket.socket) -> None:
-    """Load what tests need, then fork a rank for each request until the socket closes."""
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    for module in ("_pytest.assertion.rewrite", "numpy", "dtcp", "dtcp.train.trainer"):
-        with contextlib.suppress(Exception):  # what is broken is for the test to meet
-            __import__(module)
-    gc.freeze()  # what all ranks share is not looked at again: a collection takes 0.2 ms
-    while True:
-        request, fds, *_ = socket.recv_fds(control, 65536, 1)
-        if not request:
-            os._exit(0)
-        message = json.loads(request)
-        if "status" in message:
-            control.sendall(_status(message["status"]).encode())
-            continue
-        if (pid := os.fork()) == 0:
-            control.close()
-            _serve_rank(Connection(fds[0]), **message["fork"])
-        os.close(fds[0])
-        control.sendall(str(pid).encode())
-
-
-def _status(pid: int) -> str:
-    try:
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return "reaped before"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-
-
-def _serve_rank(connection: Connection, rank: int, world: int, folder: str, path: list[str]) -> None:
-    """Run tasks until the connection closes. Never returns, and runs no destructor on the way out."""
-    dump = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115, faulthandler writes to it as long as we live
-    faulthandler.enable(dump)
-    faulthandler.register(signal.SIGUSR1, dump, all_threads=False)
-    sys.path[:] = path
-    tasks: SimpleQueue[bytes] = SimpleQueue()
-    # A thread of its own reads, so that a rank which hangs in gloo still leaves when pytest is gone.
-    Thread(target=_read_tasks, args=(connection, tasks), daemon=True).start()
-    try:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        torch.set_num_interop_threads(1)
-        store = dist.FileStore(str(Path(folder) / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
-        environment, cwd = dict(os.environ), os.getcwd()
-        while True:
-            payload = tasks.get()
-            _reset(environment, cwd)
-            connection.send_bytes(_run_task(payload, rank, world))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def _read_tasks(connection: Connection, tasks: "SimpleQueue[bytes]") -> None:
-    try:
-        while True:
-            tasks.put(connection.recv_bytes())
-    except (EOFError, OSError):
-        os._exit(0)
-
-
-def _run_task(payload: bytes, rank: int, world: int) -> bytes:
-    expected = None
-    try:
-        fn, args, expected = cloudpickle.loads(payload)
-        value = fn(rank, world, *args)
-        return cloudpickle.dumps(Outcome(rank, "returned", value))
-    except BaseException as error:
-        as_expected = expected is not None and isinstance(error, expected)
-        name = f"{type(error).__name__}: {error}"
-        return cloudpickle.dumps(
-            Outcome(rank, "raised", None, name, str(error), traceback.format_exc(), as_expected)
-        )
-
-
-def _reset(environment: dict[str, str], cwd: str) -> None:
-    """Undo what the last test may have left. Every rank is idle here, as pytest has all their answers."""
-    import numpy
-    import torch
-    import torch.distributed as dist
-
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in groups:
-        dist.destroy_process_group(group)
-    if groups:
-        del group, groups
-        gc.collect()  # gloo's sockets and threads go with the last reference, which meshes hold in cycles
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.set_num_threads(1)
-    torch._C._set_deterministic_algorithms(False, warn_only=False)  # the public one imports Inductor, 1.2 s
-    torch.set_float32_matmul_precision("highest")
-    if "torch.distributed.tensor" in sys.modules:
-        # DTensor caches specs by the mesh's shape and names: the next test would meet groups that are gone.
-        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[2])
-    _serve_zygote(socket.socket(fileno=int(sys.argv[1])))
