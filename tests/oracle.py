@@ -58,7 +58,7 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
 
     query, key = draw(num_heads, head_dim, case.query_scale), draw(num_kv_heads, head_dim)
     value, grad_out = draw(num_kv_heads, value_dim), draw(num_heads, value_dim)
-    inputs = [x.double().requires_grad_() for x in (query, key, value)]
+    inputs = [x.double().clone().requires_grad_() for x in (query, key, value)]
     out, lse = dtcp.reference_attention(
         *inputs, is_causal=case.is_causal, scale=case.scale, enable_gqa=True, return_lse=True
     )

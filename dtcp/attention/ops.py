@@ -110,8 +110,12 @@ def _call(
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) → (B, H, S, D), the order of the kernels; a view."""
-    return [t.transpose(1, 2) for t in tensors]
+    """(B, S, H, D) → (B, H, S, D), the order of the kernels; a view wherever the last dim is contiguous.
+
+    Torch's fused CPU kernels read other last dims wrongly without an error, for instance the expanded gradient
+    that ``out.sum().backward()`` hands over.
+    """
+    return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors]
 
 
 @attention_forward.register_fake

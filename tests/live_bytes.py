@@ -1,0 +1,53 @@
+"""The peak of bytes that live tensors hold, of those allocated inside a block."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Tracker(TorchDispatchMode):
+    """Sees every op, also inside custom ops, and counts each storage it has not met until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and _address(x) not in given:
+                self._count(x.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def _address(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def peak_live_bytes() -> Iterator[_Tracker]:
+    """Yield an object whose ``.peak`` is the peak of live bytes allocated inside the block."""
+    tracker = _Tracker()
+    with tracker:
+        yield tracker

@@ -1,0 +1,292 @@
+"""What the attention ops exchange, hold, count and compile to."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import dtcp
+from dtcp import collectives
+from dtcp.attention import ops as attention_ops
+from dtcp.attention.schedule import ring_schedule
+from dtcp.layout import LAYOUT_NAMES
+from oracle import Case, make_problem, solve
+from recorder import count_exchanges
+
+BATCH, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 2, 16, 8
+ROW = BATCH * NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)  # elements of K and V of one token
+
+
+def check_bytes(rank: int, world: int, layout_name: str, strategy: str, is_causal: bool) -> tuple[int, int]:
+    """Return (bytes sent in the forward, in the backward) by this rank; float32."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout(layout_name, seq_len=24 * world, cp=world)
+    case = Case(heads=(8, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM), seq_len=24 * world, is_causal=is_causal, batch=BATCH)
+    problem = make_problem(case)
+    inputs = [dtcp.shard(x, mesh, layout, dim=2).requires_grad_() for x in (problem.query, problem.key, problem.value)]
+    with count_exchanges() as forward:
+        out = dtcp.context_parallel_attention(
+            *inputs, mesh=mesh, layout=layout, is_causal=is_causal, enable_gqa=True, strategy=strategy
+        )
+    with count_exchanges() as backward:
+        out.sum().backward()
+    # The ranks agree by a fixed few bytes to each other rank; that is no part of the exchange of K and V.
+    record_bytes = 8 * collectives._RECORD_SIZE
+    agreement = [s for s in forward if s.kind == "all_gather" and s.num_bytes == record_bytes * (world - 1)]
+    assert len(agreement) == 1
+    forward.remove(agreement[0])
+    if strategy == "ring":
+        assert all(s.kind == "send" for s in forward + backward)
+        direction = 1 if layout_name == "contiguous" else -1
+        assert {s.peer for s in forward} <= {(rank + direction) % world}, "a hop goes to the neighbour"
+        assert len(forward) <= world - 1 and len(backward) <= 2 * (world - 1), "one message a hop: K and V together"
+    else:
+        assert [s.kind for s in forward] == ["all_gather"]
+        assert [s.kind for s in backward] == ["all_gather", "reduce_scatter"]
+    return sum(s.num_bytes for s in forward), sum(s.num_bytes for s in backward)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ring_bytes_are_the_closed_form(ranks, world):
+    """Papers: keys and values 2·(P−1)/P·s·b·hkv·e in each direction of full attention; head_tail saves 25 %."""
+    shard_bytes = 24 * ROW * 4  # one rank's K and V in float32; key gradients return in float32 too
+    full = ranks.run(world, check_bytes, "head_tail", "ring", False)
+    assert full == [((world - 1) * shard_bytes, 2 * (world - 1) * shard_bytes)] * world
+
+    causal = ranks.run(world, check_bytes, "head_tail", "ring", True)
+    received = [(world - 1) - rank / 2 for rank in range(world)]  # shards; half of those of lower ranks
+    sent = [received[(rank - 1) % world] for rank in range(world)]
+    returned = received  # the rows that a rank reads are the rows whose gradient it returns
+    assert [f for f, _ in causal] == [int(x * shard_bytes) for x in sent]
+    assert [b for _, b in causal] == [int((x + y) * shard_bytes) for x, y in zip(sent, returned, strict=True)]
+    assert sum(f for f, _ in causal) == 0.75 * sum(f for f, _ in full), "25 % of the bytes are never sent"
+
+    contiguous = ranks.run(world, check_bytes, "contiguous", "ring", True)
+    # Keys of rank s go to s+1 … P−1 and stop there: rank r passes on those of ranks 0 … r, the last one nothing.
+    assert [f for f, _ in contiguous] == [(r + 1) * shard_bytes if r < world - 1 else 0 for r in range(world)]
+    assert sum(f for f, _ in contiguous) == 0.5 * sum(f for f, _ in full)
+
+    # Striped: a rank reads all but the last key of the ranks above it. The hull of what later ranks read is sent.
+    striped = ranks.run(world, check_bytes, "striped", "ring", True)
+    assert all(f <= (world - 1) * shard_bytes for f, _ in striped)
+    assert sum(f for f, _ in striped) > 0.9 * sum(f for f, _ in full)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_all_gather_bytes_are_the_closed_form(ranks, world, is_causal):
+    shard_bytes = 24 * ROW * 4
+    sent = ranks.run(world, check_bytes, "head_tail", "all_gather", is_causal)
+    assert sent == [((world - 1) * shard_bytes, 2 * (world - 1) * shard_bytes)] * world
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+@pytest.mark.parametrize("cp", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_ring_schedules_of_all_ranks_fit_together(name, cp, is_causal):
+    layout = dtcp.make_layout(name, seq_len=7 * cp - 2, cp=cp)
+    schedules = [ring_schedule(layout, layout, is_causal, rank) for rank in range(cp)]
+    for rank, own in enumerate(schedules):
+        assert sorted(s.source for s in own.steps) == list(range(cp)) and own.steps[0].source == rank
+        assert schedules[own.next_rank].previous_rank == rank
+        held = (0, layout.local_seq_len)
+        for index, step in enumerate(own.steps):
+            assert held[0] <= step.grad_rows[0] and step.grad_rows[1] <= max(held[1], step.grad_rows[0]), "reads what is here"
+            assert held[0] <= step.send[0] and step.send[1] <= max(held[1], step.send[0]), "sends what is here"
+            assert step.send == schedules[own.next_rank].steps[index].receive
+            if index + 1 < cp:
+                assert schedules[own.next_rank].steps[index + 1].source == step.source
+            assert schedules[step.reader].steps[index].source == rank
+            assert schedules[step.reader].steps[index].grad_rows == step.reader_rows
+            held = step.receive
+
+
+def check_peak(rank: int, world: int, strategy_name: str) -> tuple[int, int]:
+    """Peak of live bytes that forward and backward allocate, with 64 tokens on each rank.
+
+    The strategy is called without its op around it: a custom op hides what happens inside from a dispatch mode.
+    """
+    from dtcp.attention.kernels import choose_kernel
+    from dtcp.attention.strategies import Call, choose_strategy
+    from live_bytes import peak_live_bytes
+
+    group = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)).get_group()
+    layout = dtcp.make_layout("head_tail", seq_len=64 * world, cp=world)
+    query, key, value = (torch.randn(1, 8, 64, 16) for _ in range(3))
+    call = Call(group, layout, layout, is_causal=True, scale=0.25, kernel=choose_kernel("flash", query, 16))
+    strategy = choose_strategy(strategy_name)
+    strategy.forward(call, query, key, value)  # layouts and schedules are cached by now
+    with peak_live_bytes() as forward:
+        out, lse = strategy.forward(call, query, key, value)
+    with peak_live_bytes() as backward:
+        strategy.backward(call, out, query, key, value, out, lse)
+    return forward.peak, backward.peak
+
+
+def test_ring_memory_does_not_grow_with_cp(ranks):
+    by_world = [ranks.run(world, check_peak, "ring") for world in (2, 3, 4)]
+    # Of the rank that needs most: the last one reads only halves of the others' keys.
+    peaks = [tuple(map(max, zip(*by_rank, strict=True))) for by_rank in by_world]
+    assert peaks[0] == peaks[1] == peaks[2], by_world
+    # The measure does see memory that grows: all_gather holds every rank's keys.
+    gathered = [ranks.run(world, check_peak, "all_gather")[0] for world in (2, 3, 4)]
+    shard_bytes = 64 * 8 * 32 * 4
+    assert [later[0] - gathered[0][0] for later in gathered[1:]] == [shard_bytes, 2 * shard_bytes]
+
+
+def check_flops(rank: int, world: int, strategy: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    for name, is_causal in itertools.product(LAYOUT_NAMES, (True, False)):
+        layout = dtcp.make_layout(name, seq_len=29, cp=world)
+        q, k, v = (torch.randn(2, h, layout.local_seq_len, d, requires_grad=True) for h, d in ((4, 16), (2, 16), (2, 8)))
+        with FlopCounterMode(display=False) as counter:
+            out = dtcp.context_parallel_attention(
+                q, k, v, mesh=mesh, layout=layout, is_causal=is_causal, enable_gqa=True, strategy=strategy
+            )
+            forward = counter.get_total_flops()
+            out.backward(torch.ones_like(out))
+        pairs = layout.attended_pairs(is_causal)[rank]
+        assert forward == 2 * 2 * 4 * pairs * (16 + 8)
+        assert counter.get_total_flops() - forward == 2 * 2 * 4 * pairs * (3 * 16 + 2 * 8)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_flop_counter_counts_the_work_of_this_rank(ranks, strategy):
+    ranks.run(2, check_flops, strategy)
+
+
+def check_opcheck(rank: int, world: int, strategy: str) -> None:
+    from torch.library import opcheck
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout("head_tail", seq_len=13, cp=world)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, layout.local_seq_len, h, d) for h, d in ((4, 16), (2, 16), (2, 8)))
+    constants = (layout.state, layout.state, mesh.get_group().group_name, True, 0.25, strategy, "auto")
+    opcheck(attention_ops.attention_forward, (q, k, v, *constants))
+    # With gradients opcheck differentiates the sum of ALL outputs, lse too, which the op refuses: the rest of its
+    # checks here, and compiled gradients against eager ones in the test below.
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    without_lse = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(attention_ops.attention_forward, (*leaves, *constants), test_utils=without_lse)
+    out, lse = attention_ops.attention_forward(q, k, v, *constants)
+    opcheck(attention_ops.attention_backward, (out, q, k, v, out, lse, *constants))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_opcheck_passes(ranks, world, strategy):
+    ranks.run(world, check_opcheck, strategy)
+
+
+def check_compile(rank: int, world: int, strategy: str, backend: str) -> None:
+    import torch._dynamo.testing
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+
+    def block(query, key, value, layout):
+        out, lse = dtcp.context_parallel_attention(
+            query * 2, key, value, mesh=mesh, layout=layout, is_causal=True, strategy=strategy, return_lse=True
+        )
+        return out.sin(), lse.detach()
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    torch.manual_seed(rank)
+    for step in range(20):
+        # A layout made anew each step, other numbers of tokens in the same number of slots.
+        layout = dtcp.make_layout("head_tail", seq_len=8 * world - step % 2, cp=world)
+        inputs = [torch.randn(1, 2, layout.local_seq_len, 16, requires_grad=True) for _ in range(3)]
+        results = []
+        for run in (compiled, block) if step < 3 else (compiled,):
+            out, lse = run(*inputs, layout)
+            results.append((out, lse, *torch.autograd.grad(out.sum(), inputs)))
+        for by_step in zip(*results, strict=True):
+            torch.testing.assert_close(by_step[0], by_step[-1], rtol=1e-5, atol=1e-5)
+    targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert counter.frame_count == 1, "one graph, and no recompilation from step to step"
+    assert targets.count("dtcp.attention_forward.default") == 1
+
+
+@pytest.mark.parametrize(("strategy", "backend"), [("ring", "inductor"), ("all_gather", "aot_eager")])
+def test_compiled_attention_is_one_graph_and_equals_eager(ranks, strategy, backend):
+    ranks.run(2, check_compile, strategy, backend, timeout=120)
+
+
+def check_dtensor(rank: int, world: int) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import dtcp.attention.sharding  # noqa: F401  (registers the rules)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    layout = dtcp.make_layout("head_tail", seq_len=13, cp=2)
+    torch.manual_seed(0)
+    local = [dtcp.shard(torch.randn(2, 13, h, 8), mesh["cp"], layout) for h in (4, 2, 2)]
+    inputs = [x.clone().requires_grad_() for x in local]
+    right = dtcp.context_parallel_attention(
+        *inputs, mesh=mesh["cp"], layout=layout, is_causal=True, enable_gqa=True, scale=0.3, qkv_format="bshd"
+    )
+    right.sum().backward()
+    state = distribute_tensor(layout.state, mesh["tp"], [Replicate()])
+    constants = (state, state, mesh["cp"].get_group().group_name, True, 0.3, "ring", "auto")
+    for given, kept in ((Shard(2), Shard(2)), (Shard(0), Shard(0)), (Replicate(), Replicate())):
+        cut = [distribute_tensor(x, mesh["tp"], [given]).requires_grad_() for x in local]
+        out, lse = attention_ops.attention_forward(*cut, *constants)
+        assert out.placements == (kept,), "no gather of what the op can take as it is"
+        assert lse.placements == ({2: Shard(1), 0: Shard(0)}.get(getattr(kept, "dim", None), Replicate()),)
+        torch.testing.assert_close(out.full_tensor(), right, rtol=1e-6, atol=1e-6)
+        out.sum().backward()
+        for x, expected in zip(cut, inputs, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), expected.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_dtensor_rule_keeps_heads_and_rows_where_they_are(ranks):
+    ranks.run(4, check_dtensor)
+
+
+def check_refused_gradients(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout("head_tail", seq_len=8, cp=world)
+    inputs = [torch.randn(1, 2, layout.local_seq_len, 8, requires_grad=True) for _ in range(3)]
+    options: dict[str, Any] = dict(mesh=mesh, layout=layout, kernel="math", return_lse=True)
+    out, lse = dtcp.context_parallel_attention(*inputs, **options)
+    with pytest.raises(NotImplementedError, match=r"no gradient with respect to lse; use lse\.detach"):
+        (out.sum() + lse.sum()).backward()
+    out, lse = dtcp.context_parallel_attention(*inputs, **options)
+    with pytest.raises(NotImplementedError, match="no gradient with respect to lse"):
+        lse.sum().backward()
+    out, lse = dtcp.context_parallel_attention(*inputs, **options)
+    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"double backward.*reference_attention"):
+        sum(g.square().sum() for g in grads).backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_do_not_exist_are_refused(ranks, world):
+    ranks.run(world, check_refused_gradients)
+
+
+def check_layouts_in_flight(rank: int, world: int) -> None:
+    """Two forwards with different layouts, then their backwards in reverse order."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    cases = [Case(layout="head_tail", seq_len=24), Case(layout="striped", seq_len=30, strategy="all_gather")]
+    alone, pending = [], []
+    for case in cases:
+        problem, layout = make_problem(case), dtcp.make_layout(case.layout, seq_len=case.seq_len, cp=world)
+        alone.append(solve(case, problem, mesh, layout))
+        inputs = [dtcp.shard(x, mesh, layout, dim=2).requires_grad_() for x in (problem.query, problem.key, problem.value)]
+        out = dtcp.context_parallel_attention(*inputs, mesh=mesh, layout=layout, is_causal=True, strategy=case.strategy)
+        pending.append((inputs, out, dtcp.shard(problem.grad_out, mesh, layout, dim=2)))
+    for (inputs, out, grad_out), right in reversed(list(zip(pending, alone, strict=True))):
+        for grad, name in zip(torch.autograd.grad(out, inputs, grad_out), ("grad_query", "grad_key", "grad_value"), strict=True):
+            assert torch.equal(grad, right[name])
+
+
+def test_backward_uses_the_layout_of_its_own_forward(ranks):
+    ranks.run(3, check_layouts_in_flight)
