@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+
 from parity import JOB, PEAKED, TINY, TOLERANCE, Ignored, Record, compare, nothing, record_run, scattered, tail
 from ranks import Ranks
 

@@ -54,5 +54,15 @@ def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
         model.set_is_last_backward(is_last)
 
 
+def free_full_parameters(model: nn.Module) -> None:
+    """Put sharded parameters back in place after a forward that no backward follows; nothing without FSDP2.
+
+    The root keeps its full parameters for its backward. Until they are freed, ``model.parameters()`` holds plain
+    tensors without gradients in their place.
+    """
+    for unit in _units(model):
+        unit.reshard()
+
+
 def _units(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))

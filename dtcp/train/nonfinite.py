@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtcp.models.init import plain_name
+from dtcp.parallelize.fsdp import free_full_parameters
 from dtcp.train.batch import Microbatch
 from dtcp.train.session import JobError
 
@@ -50,7 +51,7 @@ def refuse_non_finite(
         return
     faults = [
         _first_parameter(model, "weight", lambda parameter: parameter),
-        _first_token(microbatches, forward),
+        _first_token(model, microbatches, forward),
         _first_parameter(model, "gradient", lambda parameter: parameter.grad),
     ]
     found = "; ".join(fault for fault in faults if fault) or "no single value is at fault: the sum overflowed"
@@ -68,7 +69,9 @@ def _first_parameter(model: nn.Module, what: str, tensor_of: Callable[[nn.Parame
 
 
 @torch.no_grad()
-def _first_token(microbatches: Iterable[Microbatch], forward: Callable[[Microbatch], Tensor]) -> str | None:
+def _first_token(
+    model: nn.Module, microbatches: Iterable[Microbatch], forward: Callable[[Microbatch], Tensor]
+) -> str | None:
     """First (row, position), in row-major order of the global batch, whose loss is not finite."""
     first, stride = _NOWHERE, 2**31
     device = torch.device("cpu")
@@ -81,6 +84,7 @@ def _first_token(microbatches: Iterable[Microbatch], forward: Callable[[Microbat
         for row, slot in (~losses.isfinite()).nonzero().tolist():
             position = int(microbatch.positions[row, slot])
             first = min(first, microbatch.row_indices[row] * stride + position)
+    free_full_parameters(model)
     first = _lowest(first, device)
     return None if first == _NOWHERE else f"first bad token: row {first // stride}, position {first % stride}"
 
