@@ -90,7 +90,7 @@ class SequenceLayout:
         return self.cp * (math.lcm(2, self.multiple_of) if self.name == "head_tail" else self.multiple_of)
 
     def positions(self, rank: int) -> Tensor:
-        """Global token index of each slot of ``rank``: int64 (S_local,), increasing; pads hold distinct values >= seq_len."""
+        """Global token index of each slot of ``rank``: int64 (S_local,), increasing; pads are distinct, >= seq_len."""
         self._check_rank(rank)
         return _positions(self.name, self.cp, self.local_seq_len, rank).clone()
 
@@ -161,9 +161,7 @@ class SequenceLayout:
             raise ValueError(f"rank must be in 0..{self.cp - 1} for a layout of cp={self.cp}, got {rank}")
 
 
-def make_layout(
-    name: str, *, seq_len: int, cp: int, documents: Any = None, multiple_of: int = 1
-) -> SequenceLayout:
+def make_layout(name: str, *, seq_len: int, cp: int, documents: Any = None, multiple_of: int = 1) -> SequenceLayout:
     """Return the layout ``name`` of ``seq_len`` tokens over ``cp`` ranks, padded to the least multiple.
 
     Args:

@@ -76,10 +76,10 @@ def solve(case: Case, problem: Problem, mesh: Any, layout: dtcp.SequenceLayout, 
         return part.transpose(1, 2).contiguous() if swap else part
 
     inputs = [local(x).requires_grad_() for x in (problem.query, problem.key, problem.value)]
-    options = dict(
-        mesh=mesh, layout=layout, is_causal=case.is_causal, strategy=case.strategy, kernel=case.kernel,
-        qkv_format=case.qkv_format, scale=case.scale, enable_gqa=True, return_lse=True,
-    )  # fmt: skip
+    options = {
+        "mesh": mesh, "layout": layout, "is_causal": case.is_causal, "strategy": case.strategy, "kernel": case.kernel,
+        "qkv_format": case.qkv_format, "scale": case.scale, "enable_gqa": True, "return_lse": True,
+    }  # fmt: skip
     out, lse = dtcp.context_parallel_attention(*inputs, **(options | overrides))
     grads = torch.autograd.grad(out, inputs, local(problem.grad_out))
     by_head = [x.transpose(1, 2) if swap else x for x in (out.detach(), *grads)]

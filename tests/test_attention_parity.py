@@ -66,7 +66,8 @@ def excess(case: Case, problem: Problem, solved: dict, mesh, layout) -> dict[str
     for name, result in solved.items():
         own, right = result[:, :, :valid], local[name][:, :, :valid]
         # A rank whose part of a gradient is nothing but rounding (S=1 has no query gradient) is judged on the whole.
-        reference = right if right.numel() and right.norm() > 1e-3 * problem.answer[name].norm() else problem.answer[name]
+        whole = problem.answer[name]
+        reference = right if right.numel() and right.norm() > 1e-3 * whole.norm() else whole
         difference = (own.double() - right).abs()
         size = max(reference.abs().max().item(), _natural_size(problem, name, case))
         ratios[name] = float(difference.max() / size / bounds[name]) if valid else 0.0
@@ -118,11 +119,13 @@ def test_attention_matches_the_float64_oracle_in_every_combination(ranks, world,
 
 def check_cross_attention(rank: int, world: int, strategy: str) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    for q_len, kv_len, q_name, kv_name in [(20, 33, "head_tail", "contiguous"), (7, 2, "contiguous", "striped"), (1, 50, "striped", "head_tail")]:
+    problems = [(20, 33, "head_tail", "contiguous"), (7, 2, "contiguous", "striped"), (1, 50, "striped", "head_tail")]
+    for q_len, kv_len, q_name, kv_name in problems:
         layout = dtcp.make_layout(q_name, seq_len=q_len, cp=world)
         kv_layout = dtcp.make_layout(kv_name, seq_len=kv_len, cp=world)
         torch.manual_seed(0)
-        whole = [torch.randn(2, h, s, d, dtype=torch.float64, requires_grad=True) for h, s, d in ((4, q_len, 8), (2, kv_len, 8), (2, kv_len, 12))]
+        shapes = (2, 4, q_len, 8), (2, 2, kv_len, 8), (2, 2, kv_len, 12)
+        whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
         out, lse = dtcp.reference_attention(*whole, enable_gqa=True, return_lse=True)
         grad_out = torch.randn_like(out)
         right = [out, lse, *torch.autograd.grad(out, whole, grad_out)]
@@ -146,7 +149,8 @@ def test_cross_attention_has_a_key_layout_of_its_own(ranks, world, strategy):
 
 def check_bitwise(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    for strategy, layout_name, dtype in itertools.product(("ring", "all_gather"), ("head_tail", "striped"), ("float32", "bfloat16")):
+    axes = ("ring", "all_gather"), ("head_tail", "striped"), ("float32", "bfloat16")
+    for strategy, layout_name, dtype in itertools.product(*axes):
         case = Case(layout=layout_name, strategy=strategy, dtype=dtype, heads=(8, 2, 16, 16), seq_len=130)
         problem, layout = make_problem(case), dtcp.make_layout(layout_name, seq_len=130, cp=world)
         first, second = (solve(case, problem, mesh, layout) for _ in range(2))
@@ -236,7 +240,9 @@ def check_strides(rank: int, world: int) -> None:
         wide = [torch.stack([x, x], dim=-1)[..., 1].requires_grad_() for x in local]  # last stride 2
         assert not any(x.is_contiguous() for x in wide)
         versions = [(x._version, x.detach().clone()) for x in wide]
-        out = dtcp.context_parallel_attention(*wide, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True, strategy=strategy)
+        out = dtcp.context_parallel_attention(
+            *wide, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True, strategy=strategy
+        )
         # An expanded upstream gradient: what .sum().backward() hands over.
         grads = torch.autograd.grad(out.sum(), wide)
         ones = dataclasses.replace(problem, grad_out=torch.ones_like(problem.grad_out))
@@ -281,12 +287,14 @@ def check_plain(rank: int, world: int) -> None:
 
     called: list[str] = []
     with Record():
-        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        right = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     plain, called = called, []
     with Record():
-        out = dtcp.context_parallel_attention(query, key, value, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True)
+        out = dtcp.context_parallel_attention(
+            query, key, value, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True
+        )
     assert [c for c in called if c != "aten::transpose.int"] == plain
-    assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+    assert torch.equal(out, right)
 
 
 def test_one_rank_is_plain_attention_without_a_copy(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -110,7 +111,7 @@ def test_shorter_than_the_ranks_still_places_every_token(name, seq_len):
 @given(layouts)
 def test_positions_are_a_partition_with_pads_last(layout):
     positions = all_positions(layout)
-    assert sorted(sum(positions, [])) == list(range(layout.padded_seq_len))
+    assert sorted(itertools.chain(*positions)) == list(range(layout.padded_seq_len))
     assert layout.local_seq_len % layout.multiple_of == 0
     for rank, own in enumerate(positions):
         assert own == sorted(own)
@@ -119,7 +120,7 @@ def test_positions_are_a_partition_with_pads_last(layout):
 
 @given(layouts)
 def test_inverse_finds_every_token(layout):
-    order = torch.tensor(sum(all_positions(layout), []))
+    order = torch.tensor([*itertools.chain(*all_positions(layout))])
     assert order[layout.inverse()].tolist() == list(range(layout.seq_len))
 
 
@@ -173,7 +174,11 @@ def test_tiles_of_whole_chunks_are_the_fewest():
         (lambda: dtcp.make_layout("head_tail", seq_len=8, cp=2, multiple_of=-1), ValueError, "multiple_of must be"),
         (lambda: dtcp.make_layout("per_document", seq_len=8, cp=2), NotImplementedError, "not available yet; use one"),
         (lambda: dtcp.make_layout("head_tail", seq_len=8, cp=2, documents=[8]), NotImplementedError, "documents=None"),
-        (lambda: dtcp.make_layout("striped", seq_len=8, cp=2).positions(2), ValueError, r"rank must be in 0\.\.1.*got 2"),
+        (
+            lambda: dtcp.make_layout("striped", seq_len=8, cp=2).positions(2),
+            ValueError,
+            r"rank must be in 0\.\.1.*got 2",
+        ),
         (lambda: dtcp.make_layout("striped", seq_len=8, cp=2).tiles(0, -1), ValueError, "got -1"),
         (
             lambda: dtcp.make_layout("striped", seq_len=8, cp=2).attended_pairs(window_size=(3, 0)),

@@ -107,12 +107,12 @@ def context_parallel_attention(
     kv_layout = kv_layout or layout
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
     if is_plain(layout, kv_layout) and kernel == "auto" and query.size(-1) == value.size(-1) and not return_lse:
-        if error := length_error(query.size(1), key.size(1), layout, kv_layout):
-            raise error
-        out = plain_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            is_causal=is_causal, scale=scale, enable_gqa=query.size(2) != key.size(2),
-        )  # fmt: skip
+        refusal = length_error(query.size(1), key.size(1), layout, kv_layout)
+        if refusal is not None:
+            raise refusal
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        grouped = query.size(1) != key.size(1)
+        out = plain_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
         return out if qkv_format == "bhsd" else out.transpose(1, 2)
     group_name = mesh.get_group().group_name
     out, lse = attention_forward(

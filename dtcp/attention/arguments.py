@@ -34,9 +34,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool,
             raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
     for what, of in (("dtype", lambda x: x.dtype), ("device", lambda x: x.device), ("batch size", lambda x: x.size(0))):
         if not of(query) == of(key) == of(value):
-            raise ValueError(
-                f"query, key and value must have one {what}, got {of(query)}, {of(key)} and {of(value)}"
-            )
+            raise ValueError(f"query, key and value must have one {what}, got {of(query)}, {of(key)} and {of(value)}")
     if query.size(3) != key.size(3):
         raise ValueError(f"query and key must have one head dim, got {query.size(3)} and {key.size(3)}")
     head_dim, seq_dim = (1, 2) if qkv_format == "bhsd" else (2, 1)

@@ -110,9 +110,7 @@ class Ring:
         return grads.query.total, grads.key.total, grads.value.total
 
     @staticmethod
-    def _rotate(
-        call: Call, key: Tensor, value: Tensor
-    ) -> Iterator[tuple[int, tuple[Tile, ...], Tensor, Tensor]]:
+    def _rotate(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[int, tuple[Tile, ...], Tensor, Tensor]]:
         """Yield (step, tiles, key, value) of each source; the next source is on its way meanwhile."""
         schedule = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank)
         held = _pack(key, value) if call.layout.cp > 1 else key.new_empty(0)
@@ -202,7 +200,9 @@ class _Grads:
             self.key.add(keys, grad_key, heads)
             self.value.add(keys, grad_value, heads)
 
-    def add_part(self, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, part: Tensor, rows: tuple[int, int]) -> None:
+    def add_part(
+        self, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, part: Tensor, rows: tuple[int, int]
+    ) -> None:
         """Put the gradient of another rank's packed keys into the ``rows`` of ``part`` that the tiles read."""
         part[slice(*rows)].zero_()
         part_key, part_value = _unpack(part, key.size(-1))
@@ -240,9 +240,7 @@ class _Grads:
             yield keys, grad_key, grad_value
 
 
-def _attend(
-    call: Call, partial: Partial, query: Tensor, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]
-) -> None:
+def _attend(call: Call, partial: Partial, query: Tensor, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
     for tile in tiles:
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
         out, lse = call.kernel.forward(

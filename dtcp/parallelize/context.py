@@ -75,7 +75,7 @@ class ContextParallel(ParallelStyle):
         module._dtcp_scale, module._dtcp_format = self.scale, self.qkv_format  # type: ignore[assignment]
         module._dtcp_state, module._dtcp_is_plain = None, False  # type: ignore[assignment]
         # A subclass rather than a replaced `forward`: state dict, hooks, wrappers and Dynamo see an ordinary module.
-        module.__class__ = _context_parallel_class(type(module))
+        module.__class__ = _context_parallel_class(type(module))  # type: ignore[arg-type]  # mypy: no Hashable in nn.Module
         return module
 
 
@@ -93,7 +93,8 @@ class _ContextParallelModule(nn.Module):
             return super().forward(query, key, value)
         if self._dtcp_state is None:
             raise RuntimeError(
-                f"{type(self).__name__} does not know the sequence; call dtcp.set_sequence(model, layout) before the step"
+                f"{type(self).__name__} does not know the sequence; call dtcp.set_sequence(model, layout) before the "
+                "step"
             )
         query, key, value = autocast_inputs(query, key, value)
         check_inputs(query, key, value, enable_gqa=True, qkv_format=self._dtcp_format)
@@ -138,6 +139,9 @@ def set_sequence(
         )
     for module in modules:
         if module._dtcp_plan.cp != layout.cp:
-            raise ValueError(f"the layout is for cp={layout.cp}, the model was parallelized over {module._dtcp_plan.cp} ranks")
+            raise ValueError(
+                f"the layout is for cp={layout.cp}, the model was parallelized over {module._dtcp_plan.cp} ranks; "
+                f"make it with cp={module._dtcp_plan.cp}"
+            )
         module._dtcp_state = layout.state
         module._dtcp_is_plain = is_plain(layout, layout)

@@ -1,8 +1,8 @@
 """Attention of one tile on one device, with its log-sum-exp, and the backward from the whole row's (out, lse).
 
 Shapes: query (B, Hq, Sq, D), key (B, Hkv, Skv, D), value (B, Hkv, Skv, Dv), out (B, Hq, Sq, Dv), of any strides
-but a contiguous last dim; lse (B, Hq, Sq), natural log, float32 (float64 for float64). Query head h reads key head h·Hkv // Hq.
-A causal tile is square: query i sees keys 0..i. A tile is never empty, so every row of it sees a key.
+but a contiguous last dim; lse (B, Hq, Sq), natural log, float32 (float64 for float64). Query head h reads key head
+h·Hkv // Hq. A causal tile is square: query i sees keys 0..i. A tile is never empty, so every row of it sees a key.
 """
 
 from __future__ import annotations

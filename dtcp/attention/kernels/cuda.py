@@ -60,9 +60,7 @@ class FlashKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = query.size(-1), value.size(-1)
-        grad_out, query, key, value, out = pad_head_dim(
-            grad_out, query, key, value, out, multiple=_HEAD_DIM_MULTIPLE
-        )
+        grad_out, query, key, value, out = pad_head_dim(grad_out, query, key, value, out, multiple=_HEAD_DIM_MULTIPLE)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         grads = _aten._scaled_dot_product_flash_attention_backward(
             grad_out, query, key, value, out, lse.contiguous(), None, None, query.size(2), key.size(2),

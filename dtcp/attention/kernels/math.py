@@ -73,9 +73,7 @@ def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[tuple[int, 
         yield start, stop, stop if is_causal else num_keys
 
 
-def _scores(
-    query: Tensor, key: Tensor, start: int, stop: int, keys: int, is_causal: bool, scale: float
-) -> Tensor:
+def _scores(query: Tensor, key: Tensor, start: int, stop: int, keys: int, is_causal: bool, scale: float) -> Tensor:
     """(B, Hkv, Hq/Hkv, stop−start, keys), −inf where the mask is."""
     block = query[:, :, start:stop].unflatten(1, (key.size(1), -1))
     scores = _by_kv_head(block, key[:, :, :keys].mT).mul_(scale)

@@ -1,0 +1,211 @@
+"""Bad input ends in an error that names the value and the cure, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import dtcp
+
+
+def attend(world: int, *, layout: Any = None, shapes: Any = None, change: Any = None, **options: Any) -> Any:
+    """Call with good inputs of 8 slots for each rank but for what is given; ``change(q, k, v)`` replaces them."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = layout or dtcp.make_layout("head_tail", seq_len=8 * world, cp=world)
+    inputs = [torch.randn(shape) for shape in shapes or [(2, 4, 8, 16)] * 3]
+    if change:
+        inputs = list(change(*inputs))
+    return dtcp.context_parallel_attention(*inputs, **({"mesh": mesh, "layout": layout} | options))
+
+
+# (what is passed on every rank, error, message)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"shapes": [(4, 8, 16)] * 3},
+        ValueError,
+        r"query must be a non-empty 4-D tensor in bhsd order, got shape \(4, 8, 16\)",
+    ),
+    ({"shapes": [(2, 0, 8, 16)] * 3}, ValueError, r"non-empty 4-D .*\(2, 0, 8, 16\)"),
+    ({"change": lambda q, k, v: (q, k.tolist(), v)}, ValueError, "key must be a tensor, got list"),
+    ({"change": lambda q, k, v: (q.int(), k, v)}, ValueError, "query must be float32.*got torch.int32"),
+    ({"change": lambda q, k, v: (q, k.double(), v)}, ValueError, "one dtype, got torch.float32, torch.float64"),
+    ({"change": lambda q, k, v: (q, k.to("meta"), v)}, ValueError, "one device, got cpu, meta and cpu"),
+    ({"shapes": [(2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16)]}, ValueError, "one batch size, got 2, 1 and 1"),
+    ({"shapes": [(2, 4, 8, 16), (2, 4, 8, 8), (2, 4, 8, 16)]}, ValueError, "one head dim, got 16 and 8"),
+    ({"shapes": [(2, 4, 8, 16), (2, 3, 8, 16), (2, 3, 8, 16)]}, ValueError, "multiple of key heads, got 4 and 3"),
+    (
+        {"shapes": [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)]},
+        ValueError,
+        "4 query heads with 2 key heads .*enable_gqa=True",
+    ),
+    ({"shapes": [(2, 4, 8, 16), (2, 4, 8, 16), (2, 2, 8, 16)]}, ValueError, "key and value must have the same heads"),
+    (
+        {"shapes": [(2, 4, 6, 16)] * 3},
+        ValueError,
+        r"query: 6 slots, but the layout \(head_tail, seq_len=16, cp=2\) has 8",
+    ),
+    ({"shapes": [(2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)]}, ValueError, "key and value: 6 slots.*give kv_layout"),
+    (
+        {"layout": dtcp.make_layout("head_tail", seq_len=32, cp=4)},
+        ValueError,
+        "cp=4 but the mesh has 2 ranks; make it with cp=2",
+    ),
+    ({"qkv_format": "sbhd"}, ValueError, "qkv_format must be 'bhsd' or 'bshd', got 'sbhd'"),
+    ({"strategy": "rings"}, ValueError, "strategy must be one of ring, all_gather, got 'rings'"),
+    (
+        {"strategy": "ulysses"},
+        NotImplementedError,
+        "strategy='ulysses' is not available yet; use one of ring, all_gather",
+    ),
+    ({"ulysses_degree": 2}, ValueError, "ulysses_degree=2 has no meaning for strategy='ring'"),
+    ({"kernel": "cudnn"}, ValueError, "kernel='cudnn' does not exist on cpu; use auto"),
+    (
+        {"is_causal": True, "kv_layout": dtcp.make_layout("striped", seq_len=16, cp=2)},
+        ValueError,
+        "queries and keys in one layout",
+    ),
+    ({"window_size": (4, 0)}, NotImplementedError, r"window_size=\(4, 0\) is not available yet; use \(-1, -1\)"),
+    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p=0.1; use 0.0"),
+    *(
+        ({name: object()}, NotImplementedError, f"{name} is not available yet; use {name}=None")
+        for name in ("documents", "key_lengths", "mask_mod", "sinks", "attn_bias", "alibi_slopes", "softcap")
+    ),
+]
+
+
+def expect(rank: int, world: int, index: int, only_rank: int | None) -> None:
+    options, error, message = WRONG[index]
+    if only_rank is None or rank == only_rank:
+        with pytest.raises(error, match=message):
+            attend(world, **options)
+    else:
+        with pytest.raises(
+            (RuntimeError, ValueError), match=rf"rank\(s\) \[{only_rank}\].*refused|differs between the ranks"
+        ):
+            attend(world)
+
+
+def expect_all(rank: int, world: int, only_rank: int | None) -> None:
+    """All wrong calls in a row: after each the group still works, as the right call at the end shows."""
+    for index in range(len(WRONG)):
+        expect(rank, world, index, only_rank)
+    assert attend(world, is_causal=True).shape == (2, 4, 8, 16)
+
+
+def test_wrong_arguments_name_the_value_and_the_cure_on_every_rank(ranks):
+    ranks.run(2, expect_all, None)
+
+
+def test_one_rank_with_wrong_arguments_stops_all_and_the_group_lives_on(ranks):
+    ranks.run(2, expect_all, 1)
+
+
+def check_differing(rank: int, world: int) -> None:
+    wide = {"enable_gqa": True, "shapes": [(2, 8, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16)]}
+    for field, options, shown in [
+        ("batch size", {"shapes": [(3, 4, 8, 16)] * 3}, "{0: 3, 1: 2, 2: 2}"),
+        ("dtype", {"change": lambda *x: (t.bfloat16() for t in x)}, "{0: 'bfloat16', 1: 'float32', 2: 'float32'}"),
+        ("query heads", wide, "{0: 8, 1: 4, 2: 4}"),
+        ("head dim", {"shapes": [(2, 4, 8, 32), (2, 4, 8, 32), (2, 4, 8, 16)]}, "{0: 32, 1: 16, 2: 16}"),
+        ("value head dim", {"shapes": [(2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 8)]}, "{0: 8, 1: 16, 2: 16}"),
+        ("query layout", {"layout": dtcp.make_layout("striped", seq_len=24, cp=3)}, ""),
+        ("query layout", {"layout": dtcp.make_layout("head_tail", seq_len=23, cp=3)}, ""),
+        ("is_causal", {"is_causal": True}, "{0: 1, 1: 0, 2: 0}"),
+        ("scale", {"scale": 0.5}, ""),
+        ("strategy", {"strategy": "all_gather"}, "{0: 1, 1: 0, 2: 0}"),
+    ]:
+        with pytest.raises(ValueError, match=f"{field} differs between the ranks") as caught:
+            attend(world, **(options if rank == 0 else {}))
+        assert shown in str(caught.value)
+    # Other lengths: the ranks that fit the layout hear of the one that does not.
+    with pytest.raises(
+        (ValueError, RuntimeError), match="query: 12 slots" if rank == 0 else r"rank\(s\) \[0\] .*refused"
+    ):
+        attend(world, **({"shapes": [(2, 4, 12, 16)] * 3} if rank == 0 else {}))
+    # Rank 0 is in another operation altogether.
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout("head_tail", seq_len=8 * world, cp=world)
+    with pytest.raises(RuntimeError, match=r"different operations: \{0: 'unshard', 1: 'context_parallel_attention'"):
+        if rank == 0:
+            dtcp.unshard(torch.zeros(2, 8), mesh, layout)
+        else:
+            inputs = [torch.randn(2, 4, 8, 16)] * 3
+            dtcp.context_parallel_attention(*inputs, mesh=mesh, layout=layout)
+
+
+def test_ranks_that_differ_are_named_before_anything_is_exchanged(ranks):
+    ranks.run(3, check_differing)
+
+
+def check_two_dimensional_mesh(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
+    layout = dtcp.make_layout("head_tail", seq_len=16, cp=2)
+    inputs = [torch.randn(2, 4, 8, 16)] * 3
+    message = r"needs the 1-D mesh of the cp axis, got a 2-D mesh with axes \('cp', 'tp'\); pass mesh\['cp'\]"
+    for call in (
+        lambda: dtcp.context_parallel_attention(*inputs, mesh=mesh, layout=layout),
+        lambda: dtcp.shard(torch.zeros(2, 16), mesh, layout),
+        lambda: dtcp.unshard(torch.zeros(2, 8), mesh, layout),
+        lambda: dtcp.check_same_batch(torch.zeros(2), mesh),
+        lambda: dtcp.count_valid_tokens(torch.zeros(2, dtype=torch.int64), mesh=mesh),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_two_dimensional_mesh_is_refused_everywhere(ranks):
+    ranks.run(2, check_two_dimensional_mesh)
+
+
+def check_compiled_length(rank: int, world: int) -> None:
+    """In a compiled graph the layout is data: the op itself finds that it does not fit."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout("head_tail", seq_len=16, cp=world)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def block(x, layout):
+        return dtcp.context_parallel_attention(x, x, x, mesh=mesh, layout=layout)
+
+    block(torch.randn(2, 4, 8, 16), layout)
+    with pytest.raises(ValueError, match="query: 6 slots, but the layout"):
+        block(torch.randn(2, 4, 6, 16), layout)
+
+
+def test_a_compiled_call_with_another_length_is_refused(ranks):
+    ranks.run(2, check_compiled_length)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window_size": (1, 0)}, NotImplementedError, "window_size"),
+        ({"sinks": torch.zeros(4)}, NotImplementedError, "sinks is not available yet"),
+        ({"enable_gqa": False}, ValueError, "pass enable_gqa=True"),
+        ({"qkv_format": "thd"}, ValueError, "got 'thd'"),
+        ({"is_causal": True}, ValueError, "as many keys as queries, got 5 and 3"),
+    ],
+)
+def test_reference_refuses_the_same(options, error, message):
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(error, match=message):
+        dtcp.reference_attention(query, key, key, **({"enable_gqa": True} | options))
+
+
+def test_reference_is_torchs_attention_and_differentiates_twice():
+    query, key, value = (torch.randn(2, h, 7, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    for is_causal, scale in ((True, None), (False, 0.3)):
+        out = dtcp.reference_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+        plain = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+        torch.testing.assert_close(out, plain)
+        swapped = dtcp.reference_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)), is_causal=is_causal, scale=scale, enable_gqa=True,
+            qkv_format="bshd",
+        )  # fmt: skip
+        assert torch.equal(swapped.transpose(1, 2), out)
+    small = [x[:1, :, :3, :2].detach().requires_grad_() for x in (query, key, value)]
+    assert torch.autograd.gradgradcheck(lambda *x: dtcp.reference_attention(*x, is_causal=True, enable_gqa=True), small)
