@@ -89,6 +89,8 @@ def solve(case: Case, problem: Problem, mesh: Any, layout: dtcp.SequenceLayout, 
 def relative_error(actual: Tensor, right: Tensor) -> float:
     """The larger of max|Δ| / max|right| and ‖Δ‖ / ‖right‖; infinite if ``actual`` has a NaN that ``right`` has not."""
     difference = actual.double() - right.double()
+    if difference.numel() == 0:
+        return 0.0
     if difference.isnan().any():
         return float("inf")
     largest, norm = right.abs().max().double().item(), right.double().norm().item()

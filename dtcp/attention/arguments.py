@@ -22,8 +22,7 @@ _PLANNED_STRATEGIES = ("ulysses", "hybrid", "exchange", "auto")
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, qkv_format: str) -> None:
     """Raise ValueError unless query, key and value fit together; lengths are checked by the caller."""
-    if qkv_format not in QKV_FORMATS:
-        raise ValueError(f"qkv_format must be 'bhsd' or 'bshd', got {qkv_format!r}")
+    check_format(qkv_format)
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
         if not isinstance(x, Tensor):
@@ -44,6 +43,12 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool,
             f"{tuple(value.shape)} in {qkv_format} order"
         )
     _check_heads(query.size(head_dim), key.size(head_dim), enable_gqa)
+
+
+def check_format(qkv_format: str) -> None:
+    """Raise ValueError unless the order of dims is a known one."""
+    if qkv_format not in QKV_FORMATS:
+        raise ValueError(f"qkv_format must be 'bhsd' or 'bshd', got {qkv_format!r}")
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtcp.attention.api import autocast_inputs, is_plain
-from dtcp.attention.arguments import check_inputs, check_strategy
+from dtcp.attention.arguments import check_format, check_inputs, check_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.ops import attention_forward
 from dtcp.collectives import check_mesh
@@ -55,6 +55,7 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         check_strategy(strategy, None)
+        check_format(qkv_format)
         if kernel not in KERNEL_NAMES:
             raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
         self.strategy, self.kernel, self.is_causal = strategy, kernel, is_causal

@@ -1,0 +1,223 @@
+"""ContextParallel as a plan entry, and set_sequence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import dtcp
+from dtcp.models.attention import ScaledDotProductAttention
+from oracle import relative_error
+
+
+class Block(nn.Module):
+    """Grouped-query attention with a residual; ``sdpa`` is the module that a plan names."""
+
+    def __init__(self, dim: int = 32, num_heads: int = 4, num_kv_heads: int = 2) -> None:
+        super().__init__()
+        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        head_dim = dim // num_heads
+        self.qkv = nn.ModuleList(nn.Linear(dim, h * head_dim) for h in self.heads)
+        self.sdpa = ScaledDotProductAttention()
+        self.output = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (
+            project(x).unflatten(-1, (h, -1)).transpose(1, 2) for project, h in zip(self.qkv, self.heads, strict=True)
+        )
+        return x + self.output(self.sdpa(*parts).transpose(1, 2).flatten(2))
+
+
+def make_pair(seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """The same two-block model twice, in float64, with peaked attention: one stays whole, one is cut."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(), Block()).double()
+    with torch.no_grad():
+        for block in model:
+            block.qkv[0].weight.mul_(6)
+    return model, copy.deepcopy(model)
+
+
+def parallelize(model: nn.Module, mesh: Any, **options: Any) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    for block in model:
+        parallelize_module(block, mesh, {"sdpa": dtcp.ContextParallel(**options)})
+
+
+def check_step(mesh: Any, whole: nn.Module, cut: nn.Module, layout: Any, run: Any = None) -> None:
+    """One forward and backward of both; every rank's out, input gradient and the summed parameter gradients agree."""
+    x = torch.randn(2, layout.seq_len, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x = x.requires_grad_()
+    right = whole(x)
+    (right * weight).sum().backward()
+    local = dtcp.shard(x.detach(), mesh, layout).requires_grad_()
+    dtcp.set_sequence(cut, layout)
+    out = (run or cut)(local)
+    (out * dtcp.shard(weight, mesh, layout)).sum().backward()
+    tokens = slice(0, layout.num_valid(mesh.get_local_rank()))  # pad slots hold what the biases put there
+    assert relative_error(out[:, tokens].detach(), dtcp.shard(right.detach(), mesh, layout)[:, tokens]) < 1e-12
+    assert relative_error(local.grad, dtcp.shard(x.grad, mesh, layout)) < 1e-12
+    for (name, own), (_, expected) in zip(cut.named_parameters(), whole.named_parameters(), strict=True):
+        torch.distributed.all_reduce(own.grad, group=mesh.get_group())
+        assert (own.grad - expected.grad).norm() < 1e-10 * max(expected.grad.norm(), 1e-3), name
+        own.grad = expected.grad = None
+
+
+def check_plan(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    for strategy in ("ring", "all_gather"):
+        whole, cut = make_pair()
+        names = list(cut.state_dict())
+        parallelize(cut, mesh, strategy=strategy, kernel="math")
+        assert list(cut.state_dict()) == names, "checkpoints keep their names"
+        assert type(cut[0].sdpa).__name__ == "ContextParallelScaledDotProductAttention"
+        assert isinstance(cut[0].sdpa, ScaledDotProductAttention)
+        for name, seq_len in (("head_tail", 13), ("striped", 8), ("contiguous", 5), ("head_tail", 1)):
+            check_step(mesh, whole, cut, dtcp.make_layout(name, seq_len=seq_len, cp=world))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_planned_model_equals_the_whole_one(ranks, world):
+    ranks.run(world, check_plan)
+
+
+def check_wrapped(rank: int, world: int) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    whole, cut = make_pair()
+    parallelize(cut, mesh, kernel="math")
+    wrapped = nn.Sequential(*(checkpoint_wrapper(block) for block in cut))
+    for seq_len in (13, 8):
+        check_step(mesh, whole, cut, dtcp.make_layout("head_tail", seq_len=seq_len, cp=world), run=wrapped)
+    reentrant = lambda x: torch.utils.checkpoint.checkpoint(cut, x, use_reentrant=True)  # noqa: E731
+    check_step(mesh, whole, cut, dtcp.make_layout("striped", seq_len=9, cp=world), run=reentrant)
+
+
+def test_a_planned_block_works_under_activation_checkpointing(ranks):
+    ranks.run(2, check_wrapped)
+
+
+def check_compiled(rank: int, world: int, backend: str) -> None:
+    import torch._dynamo.testing
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    whole, cut = make_pair()
+    parallelize(cut, mesh, kernel="math")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    for block in cut:
+        block.compile(fullgraph=True, backend=counter)
+    local_lengths = set()
+    for step in range(20):
+        # Other lengths in the same number of slots, other layouts, made anew each step.
+        name = ("head_tail", "striped")[step % 2]
+        layout = dtcp.make_layout(name, seq_len=8 * world - step % 3, cp=world, multiple_of=8)
+        local_lengths.add(layout.local_seq_len)
+        check_step(mesh, whole, cut, layout)
+    assert len(local_lengths) == 1
+    assert counter.frame_count == 1, "one graph, compiled once, for both blocks and all steps"
+    for graph in counter.graphs:
+        assert sum("dtcp.attention_forward" in str(node.target) for node in graph.graph.nodes) == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_block_is_one_graph_and_steps_cost_no_recompilation(ranks, backend):
+    ranks.run(2, check_compiled, backend, timeout=120)
+
+
+def check_in_flight(rank: int, world: int) -> None:
+    """set_sequence for a second step before the backward of the first, with recomputation in the backward."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    _, cut = make_pair()
+    parallelize(cut, mesh, kernel="math")
+    layouts = [dtcp.make_layout("head_tail", seq_len=12, cp=world), dtcp.make_layout("striped", seq_len=9, cp=world)]
+    inputs = [dtcp.shard(torch.randn(1, x.seq_len, 32).double(), mesh, x).requires_grad_() for x in layouts]
+
+    def gradient(x: Tensor, layout: Any) -> Tensor:
+        dtcp.set_sequence(cut, layout)
+        return torch.autograd.grad(cut(x).square().sum(), x)[0]
+
+    right = [gradient(x, layout) for x, layout in zip(inputs, layouts, strict=True)]
+    outs = []
+    for x, layout in zip(inputs, layouts, strict=True):
+        dtcp.set_sequence(cut, layout)
+        outs.append(cut(x).square().sum())
+    for index in (1, 0):
+        assert torch.equal(torch.autograd.grad(outs[index], inputs[index])[0], right[index])
+
+
+def test_a_later_set_sequence_does_not_reach_an_earlier_backward(ranks):
+    ranks.run(2, check_in_flight)
+
+
+def check_refusals(rank: int, world: int) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout("head_tail", seq_len=8, cp=world)
+    _, cut = make_pair()
+    with pytest.raises(
+        ValueError, match="found no context parallel module; give ContextParallel to parallelize_module"
+    ):
+        dtcp.set_sequence(cut, layout)
+    parallelize(cut, mesh)
+    local = torch.randn(1, layout.local_seq_len, 32).double()
+    with pytest.raises(RuntimeError, match=r"does not know the sequence; call dtcp\.set_sequence"):
+        cut(local)
+    with pytest.raises(ValueError, match="is context parallel already"):
+        parallelize(cut, mesh)
+    with pytest.raises(ValueError, match=f"for cp=5, the model was parallelized over {world} ranks; make it with"):
+        dtcp.set_sequence(cut, dtcp.make_layout("head_tail", seq_len=8, cp=5))
+    with pytest.raises(NotImplementedError, match="documents=None"):
+        dtcp.set_sequence(cut, layout, documents=[8])
+    dtcp.set_sequence(cut, layout)
+    with pytest.raises(ValueError, match="query: 6 slots, but the layout"):
+        cut(torch.randn(1, 6, 32).double())
+    with pytest.raises(TypeError, match="attn_mask"):
+        cut[0].sdpa(local, local, local, attn_mask=torch.ones(1))
+    with pytest.raises(
+        ValueError, match=r"cannot tell whether Identity is causal; pass ContextParallel\(is_causal=True\)"
+    ):
+        parallelize_module(nn.Sequential(nn.Identity()), mesh, {"0": dtcp.ContextParallel()})
+
+
+def test_misuse_of_the_plan_is_refused(ranks):
+    ranks.run(2, check_refusals)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"strategy": "zigzag"}, ValueError, "strategy must be one of ring, all_gather, got 'zigzag'"),
+        ({"strategy": "hybrid"}, NotImplementedError, "strategy='hybrid' is not available yet"),
+        ({"kernel": "triton"}, ValueError, "kernel must be one of auto, flash, .* got 'triton'"),
+        ({"qkv_format": "thd"}, ValueError, "qkv_format must be 'bhsd' or 'bshd', got 'thd'"),
+    ],
+)
+def test_bad_options_are_refused_when_the_plan_is_made(options, error, message):
+    with pytest.raises(error, match=message):
+        dtcp.ContextParallel(**options)
+
+
+def check_two_meshes(rank: int, world: int) -> None:
+    """Two models over different cp groups, used in turn."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    models = []
+    for axis in ("outer", "inner"):
+        whole, cut = make_pair(seed=len(models))
+        parallelize(cut, mesh[axis], kernel="math")
+        models.append((mesh[axis], whole, cut))
+    for seq_len in (5, 12):
+        for axis_mesh, whole, cut in models:
+            check_step(axis_mesh, whole, cut, dtcp.make_layout("head_tail", seq_len=seq_len, cp=2))
+
+
+def test_two_models_on_two_meshes_do_not_see_each_other(ranks):
+    ranks.run(4, check_two_meshes)
