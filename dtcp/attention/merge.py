@@ -18,17 +18,25 @@ class Partial:
     """
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        batch, heads, seq_len, value_dim = shape
-        # Memory is (B, S, H, Dv): what kernels return and what the op gives to the caller.
-        self.out = torch.zeros(batch, seq_len, heads, value_dim, dtype=dtype, device=device).transpose(1, 2)
-        self.lse = torch.full((batch, heads, seq_len), float("-inf"), dtype=dtype, device=device)
-        self._is_fresh = True
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        if self._out is None or self._lse is None:
+            self._out, self._lse = self._nothing_seen()
+        return self._out, self._lse
 
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add what the queries ``rows`` saw in another set of keys."""
-        own_out, own_lse = self.out[:, :, rows], self.lse[:, :, rows]
-        if self._is_fresh:
-            self._is_fresh = False
+        """Add what the queries ``rows`` saw in another set of keys. ``out`` and ``lse`` may be kept and written to."""
+        is_first = self._out is None
+        if is_first and out.shape == self._shape and out.dtype == self._dtype:
+            self._out, self._lse = out, lse
+            return
+        whole_out, whole_lse = self.result()
+        own_out, own_lse = whole_out[:, :, rows], whole_lse[:, :, rows]
+        if is_first:
             own_out.copy_(out)
             own_lse.copy_(lse)
             return
@@ -36,7 +44,14 @@ class Partial:
         # without keys has weight 0, and (−inf, −inf) stays (0, −inf).
         weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == float("-inf"), 0)
         own_out.lerp_(out.to(own_out.dtype), weight.unsqueeze(-1))
-        own_lse.copy_(torch.logaddexp(own_lse, lse))
+        torch.logaddexp(own_lse, lse, out=own_lse)
+
+    def _nothing_seen(self) -> tuple[Tensor, Tensor]:
+        batch, heads, seq_len, value_dim = self._shape
+        # Memory is (B, S, H, Dv): what kernels return and what the op gives to the caller.
+        out = torch.zeros(batch, seq_len, heads, value_dim, dtype=self._dtype, device=self._device)
+        lse = torch.full((batch, heads, seq_len), float("-inf"), dtype=self._dtype, device=self._device)
+        return out.transpose(1, 2), lse
 
 
 class Sum:

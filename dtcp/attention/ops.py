@@ -150,8 +150,8 @@ def _autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
             "reference_attention(…, return_lse=True) for a loss that reads it"
         )
     query, key, value, out, lse, q_state, kv_state = ctx.saved_tensors
-    if grad_out is None:
-        return (None,) * 10
+    if grad_out is None:  # a gradient of zero, which other ranks may not have: the exchange takes place all the same
+        grad_out = torch.zeros_like(out)
     grads = attention_backward(grad_out, query, key, value, out, lse, q_state, kv_state, *ctx.constants)
     return *grads, *(None,) * 7
 

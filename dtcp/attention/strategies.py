@@ -80,7 +80,7 @@ class Ring:
         partial = _partial(query, value)
         for _, tiles, source_key, source_value in self._rotate(call, key, value):
             _attend(call, partial, query, source_key, source_value, tiles)
-        return partial.out, partial.lse
+        return partial.result()
 
     def backward(
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
@@ -146,7 +146,7 @@ class AllGather:
         gathering.wait()
         for source, source_kv in self._others(call, kv):
             _attend(call, partial, query, *_unpack(source_kv, key.size(-1)), call.tiles(source))
-        return partial.out, partial.lse
+        return partial.result()
 
     def backward(
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
@@ -254,7 +254,11 @@ def _partial(query: Tensor, value: Tensor) -> Partial:
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
-    return torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
+    batch, heads, seq_len, head_dim = key.shape
+    kv = key.new_empty(seq_len, batch, heads, head_dim + value.size(3))
+    for part, x in zip(_unpack(kv, head_dim), (key, value), strict=True):
+        part.copy_(x)
+    return kv
 
 
 def _unpack(kv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
