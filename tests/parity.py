@@ -89,7 +89,7 @@ def record_run(
 ) -> Record:
     """Train as ``overrides`` say on this rank; call it on every rank of the world."""
     trainer = RecordingTrainer(overrides, ignored, record_steps)
-    history = trainer.train()
+    history = list(trainer.steps())
     return Record([m.loss for m in history], [m.grad_norm for m in history], trainer.gradients)
 
 

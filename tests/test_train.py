@@ -18,7 +18,7 @@ from dtcp.train.config import RunConfig, compose_job_config
 from dtcp.train.metrics import StepMetrics, format_step
 from dtcp.train.nonfinite import NonFiniteError
 from dtcp.train.run_folder import open_run_folder
-from dtcp.train.session import JobError, agreed
+from dtcp.train.session import JobError, StopSignal, agreed
 from dtcp.train.trainer import Trainer
 from parity import JOB, TINY, RecordingTrainer, compare, nothing, record_run, scattered
 
@@ -30,7 +30,12 @@ LLAMA = [*TINY["llama"], *JOB, "training.seq_len=33", "training.steps=3"]
 
 
 def train_into(rank: int, world: int, overrides: list[str], folder: str) -> list[StepMetrics]:
-    return Trainer(compose_job_config(overrides)).train(Path(folder))
+    trainer = Trainer(compose_job_config(overrides))
+    history = list(trainer.steps())
+    again = Trainer(compose_job_config(overrides))
+    again.train(Path(folder))
+    assert again.tokens_seen == trainer.tokens_seen
+    return history
 
 
 def test_tokens_seen_counts_real_tokens_of_the_global_batch(ranks, tmp_path):
@@ -178,11 +183,22 @@ def test_a_loss_or_norm_that_is_not_finite_stops_all_ranks_before_the_step(ranks
 
 def stop_one(rank: int, world: int) -> int:
     trainer = Trainer(compose_job_config([*GPT, "mesh.cp=2"]))
-    return len(trainer.train(stop_requested=lambda: rank == 1 and trainer.step == 1))
+    return len(list(trainer.steps(stop_requested=lambda: rank == 1 and trainer.step == 1)))
 
 
 def test_all_ranks_stop_after_the_same_step_when_one_is_asked_to(ranks):
     assert ranks.run(2, stop_one) == [2, 2]
+
+
+def test_a_repeated_signal_is_one_wish_and_a_late_one_acts_at_once():
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.number == signal.SIGINT
+        stop.REPEAT_SECONDS = -1.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -329,12 +345,28 @@ def test_torchrun_and_one_process_train_alike_and_write_only_their_folder(tmp_pa
     assert outputs[0][0].count("step:  3  loss:") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
     assert sorted(path.name for path in (tmp_path / "outputs" / "two").iterdir()) == ["config.yaml", "metrics.jsonl"]
+    table = compare_runs(tmp_path / "outputs" / "two", tmp_path / "outputs" / "one")
+    assert table.returncode == 0, table.stdout + table.stderr
+    assert "(tolerance 1e-05): equal" in table.stdout
+
+
+def compare_runs(*arguments: str | Path) -> subprocess.CompletedProcess:
     script = Path(conf_dir()).parent / "tools" / "compare_runs.py"
-    if script.exists():  # not in a wheel
-        runs = [tmp_path / "outputs" / name for name in ("two", "one")]
-        table = subprocess.run([sys.executable, script, *runs], capture_output=True, text=True)
-        assert table.returncode == 0, table.stdout + table.stderr
-        assert "(tolerance 1e-05): equal" in table.stdout
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+
+
+def test_compare_runs_tells_different_runs_from_equal_ones(tmp_path):
+    runs = {"a": [5.0, 4.0], "close": [5.0, 4.00001], "far": [5.0, 4.01], "nan": [5.0, math.nan], "short": [5.0]}
+    for name, losses in runs.items():
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    a = tmp_path / "a"
+    assert {name: compare_runs(tmp_path / name, a).returncode for name in [*runs, "missing"]} == {
+        "a": 0, "close": 0, "far": 1, "nan": 1, "short": 2, "missing": 2
+    }  # fmt: skip
+    assert compare_runs(tmp_path / "far", a, "--tolerance", "0.01").returncode == 0
+    assert json.loads(compare_runs(tmp_path / "far", a, "--json").stdout)["largest"] == pytest.approx(0.0025)
 
 
 def test_errors_under_torchrun_are_one_line_and_end_all_ranks(tmp_path):

@@ -13,14 +13,14 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def read_losses(run: Path) -> dict[int, float]:
     """Loss by step of a run folder."""
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise SystemExit(f"compare_runs: {path} does not exist; give the folder of a run")
+        refuse(f"{path} does not exist; give the folder of a run")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {line["step"]: line["loss"] for line in lines}
 
@@ -28,8 +28,7 @@ def read_losses(run: Path) -> dict[int, float]:
 def compare(first: dict[int, float], second: dict[int, float]) -> list[dict[str, Any]]:
     """A row per step, with the relative difference; runs of other steps than each other cannot be compared."""
     if not first or first.keys() != second.keys():
-        print(f"compare_runs: the runs have {len(first)} and {len(second)} steps; give equal steps", file=sys.stderr)
-        raise SystemExit(2)
+        refuse(f"the runs have {len(first)} and {len(second)} steps; compare runs of equal steps")
     return [
         {"step": step, "first": first[step], "second": second[step], "difference": _relative(first[step], second[step])}
         for step in sorted(first)
@@ -40,6 +39,11 @@ def _relative(a: float, b: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return abs(a - b) / max(abs(b), 1e-12)
+
+
+def refuse(message: str) -> NoReturn:
+    print(f"compare_runs: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def print_table(rows: list[dict[str, Any]], names: list[str], largest: float, tolerance: float) -> None:

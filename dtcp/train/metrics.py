@@ -47,16 +47,16 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Writes one rank's metrics; on ranks without a folder it does nothing.
+    """Writes one rank's metrics; on ranks without a file it does nothing.
 
     Args:
-        folder: The run folder, on rank 0; None elsewhere.
+        path: metrics.jsonl on rank 0, appended to; None elsewhere.
         num_steps: Length of the progress bar.
         device: Decides what ``memory`` and ``mfu`` mean.
     """
 
-    def __init__(self, folder: Path | None, *, file_name: str, num_steps: int, device: torch.device) -> None:
-        self._path = None if folder is None else folder / file_name
+    def __init__(self, path: Path | None, *, num_steps: int, device: torch.device) -> None:
+        self._path = path
         self._num_steps = num_steps
         self._device = device
         self._stack = ExitStack()

@@ -117,14 +117,18 @@ def report(error: BaseException, session: Session, *, full_traceback: bool) -> N
 
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM only sets ``number``; the second one acts at once.
+    """While entered, the first SIGINT or SIGTERM only sets ``number``; one that comes later acts at once.
 
     The step loop asks for it between steps and has the ranks agree, so that all stop after the same step. In other
     threads than the main one, where Python delivers no signals, it never fires.
     """
 
+    # On Ctrl-C a terminal signals the ranks, and torchrun does so again: that is one wish, not two.
+    REPEAT_SECONDS = 3.0
+
     def __init__(self) -> None:
         self.number = 0
+        self._since = 0.0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -137,8 +141,12 @@ class StopSignal:
         self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
-        self._restore()
+        now = time.monotonic()
+        if self.number == 0:
+            self.number, self._since = number, now
+        elif now - self._since > self.REPEAT_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

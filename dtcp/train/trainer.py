@@ -6,7 +6,7 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -163,34 +163,34 @@ class Trainer:
         seconds = time.perf_counter() - start
         return self._metrics(loss, grad_norm, lr, int(num_valid_tokens), num_tokens, seconds), num_stops > 0
 
-    def train(
-        self, folder: Path | None = None, *, stop_requested: Callable[[], bool] = lambda: False
-    ) -> list[StepMetrics]:
-        """Take all steps of the configuration that are left; return their metrics.
+    def steps(self, *, stop_requested: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
+        """Take the steps of the configuration that are left, yielding the metrics of each.
 
         Args:
-            folder: Where rank 0 writes config.yaml and metrics.jsonl; None writes nothing.
             stop_requested: Asked once a step; all ranks stop after the step in which one of them says yes.
         """
-        is_writer = folder is not None and self._rank() == 0
-        if folder is not None and is_writer:
+        stop = False
+        while self.step < self.config.training.steps and not stop:
+            metrics, stop = self.train_step(stop_requested=stop_requested())
+            yield metrics
+
+    def train(self, folder: Path, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        """Take the steps that are left; rank 0 prints them and writes config.yaml and metrics.jsonl.
+
+        Args:
+            folder: Exists; see `dtcp.train.run_folder.open_run_folder`.
+            stop_requested: As in `steps`.
+        """
+        is_writer = not dist.is_initialized() or dist.get_rank() == 0
+        if is_writer:
             (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
-        history = []
-        with MetricsLog(
-            folder if is_writer else None,
-            file_name=METRICS_FILE,
-            num_steps=self.config.training.steps,
-            device=self.device,
-        ) as log:
+        metrics_file = folder / METRICS_FILE if is_writer else None
+        with MetricsLog(metrics_file, num_steps=self.config.training.steps, device=self.device) as log:
             log.say(self.describe())
-            while self.step < self.config.training.steps:
-                metrics, stop = self.train_step(stop_requested=stop_requested())
+            for metrics in self.steps(stop_requested=stop_requested):
                 log.write(metrics)
-                history.append(metrics)
-                if stop:
-                    log.say(f"stopped by a signal after step {self.step}")
-                    break
-        return history
+            if self.step < self.config.training.steps:
+                log.say(f"stopped by a signal after step {self.step}")
 
     def describe(self) -> str:
         """The job in two lines: what is trained, and how it is cut."""
@@ -232,9 +232,6 @@ class Trainer:
             mfu=None if peak is None else flops / peak,
             memory_gib=peak_memory_gib(self.device),
         )
-
-    def _rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
 
 
 def check_supported(config: JobConfig, dims: ParallelDims) -> None:
