@@ -160,6 +160,18 @@ def test_a_two_dimensional_mesh_is_refused_everywhere(ranks):
     ranks.run(2, check_two_dimensional_mesh)
 
 
+def check_dtensors(rank: int, world: int) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    with pytest.raises(NotImplementedError, match=r"query is a DTensor, which is not available yet; pass query\.to_local"):
+        attend(world, change=lambda *x: (distribute_tensor(t, mesh, [Shard(1)]) for t in x))
+
+
+def test_dtensors_are_refused(ranks):
+    ranks.run(2, check_dtensors)
+
+
 def check_compiled_length(rank: int, world: int) -> None:
     """In a compiled graph the layout is data: the op itself finds that it does not fit."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))

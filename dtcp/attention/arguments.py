@@ -27,6 +27,8 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool,
     for name, x in named:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if hasattr(x, "placements"):  # a DTensor, told without loading its module
+            raise NotImplementedError(f"{name} is a DTensor, which is not available yet; pass {name}.to_local()")
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(f"{name} must be a non-empty 4-D tensor in {qkv_format} order, got shape {tuple(x.shape)}")
         if x.dtype not in FLOAT_DTYPES:
