@@ -1,0 +1,1 @@
+"""The parts of bench_attention.py: problem → sent, ranks → measure → report."""

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Time and bytes of context parallel attention on N ranks, beside one process with N threads on the same problem.
+
+    tools/bench_attention.py                                     2 ranks, 2048 and 4096 tokens, every strategy x layout
+    tools/bench_attention.py --nproc 4 --seq-len 8192 --heads 8 --kv-heads 2 --dtype bfloat16 --strategy ring
+    tools/bench_attention.py --json results.json                 the table, and the records in a file
+
+The ranks are started here, one thread each. The single process calls torch's scaled_dot_product_attention. Everything
+is measured in turn in every repeat, so that a drift of the machine meets all alike; who is not measured sleeps. A
+rank's clock starts at a barrier, the slowest rank counts, and medians are compared. Before that, each configuration's
+output and gradients are compared with the single process, and the bytes that leave each rank are counted.
+
+  ratio      median / median of the single process
+  limit      time of the single process x imbalance of the layout (most pairs on a rank / mean): a contiguous layout
+             cannot do better than that, whatever the strategy
+  bytes      keys, values and their gradients sent by a rank, copies to itself excluded, beside the closed form of
+             the strategy (none where the sequence is padded)
+
+On CUDA, rank r uses device r, the single process uses device 0, and the limit is divided by N, since then the ranks
+have N devices and the single process has one. Times come from CUDA events, the ranks talk NCCL. This is UNTESTED.
+
+Exit code 0; 1 if a result is wrong or a rank fails; 2 for bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from attention_bench.measure import benchmark
+from attention_bench.problem import TOLERANCES, BenchmarkError, Configuration, Problem
+from attention_bench.report import describe_environment, make_records, print_tables
+from rich.console import Console
+
+import dtcp
+from dtcp.attention.arguments import check_strategy
+from dtcp.attention.strategies import STRATEGY_NAMES
+from dtcp.layout import LAYOUT_NAMES
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--nproc", type=_positive, default=2, metavar="N", help="ranks, and threads of the single process (2)")
+    add("--seq-len", type=_positive, nargs="+", default=[2048, 4096], metavar="S", help="tokens (2048 4096)")
+    add("--heads", type=_positive, default=4, metavar="HQ", help="query heads (4)")
+    add("--kv-heads", type=_positive, metavar="HKV", help="key and value heads, a divisor of the former (as many)")
+    add("--head-dim", type=_positive, default=64, metavar="D", help="64")
+    add("--batch", type=_positive, default=1, metavar="B", help="rows (1)")
+    add("--dtype", choices=TOLERANCES, default="float32", help="float32")
+    add("--layout", nargs="+", default=list(LAYOUT_NAMES), help=f"of {', '.join(LAYOUT_NAMES)} (all)")
+    add("--strategy", nargs="+", default=list(STRATEGY_NAMES), help=f"of {', '.join(STRATEGY_NAMES)} (all)")
+    add("--non-causal", action="store_true", help="full attention")
+    passes = parser.add_mutually_exclusive_group()
+    passes.add_argument("--backward", action="store_true", default=True, help="forward and backward (default)")
+    passes.add_argument("--forward-only", dest="backward", action="store_false", help="forward without a graph")
+    add("--repeats", type=_positive, default=7, metavar="R", help="measurements of each configuration (7)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda (UNTESTED) if it has N devices")
+    add("--timeout", type=_positive, default=600, metavar="SECONDS", help="longest wait for the ranks (600)")
+    add("--json", nargs="?", const="-", metavar="FILE", help="records to FILE; without FILE to stdout, and no tables")
+    return parser
+
+
+def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[Problem, list[Configuration]]:
+    a = arguments
+    a.kv_heads = a.kv_heads or a.heads
+    if a.heads % a.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads, got {a.heads} and {a.kv_heads}")
+    num_cuda = torch.cuda.device_count()
+    if a.device == "cuda" and num_cuda < a.nproc:
+        parser.error(f"--device cuda needs a device for each rank, got --nproc {a.nproc} and {num_cuda} device(s)")
+    device = a.device if a.device != "auto" else "cuda" if num_cuda >= a.nproc else "cpu"
+    try:
+        for layout in a.layout:
+            dtcp.make_layout(layout, seq_len=1, cp=1)
+        for strategy in a.strategy:
+            check_strategy(strategy, None)
+    except (ValueError, NotImplementedError) as error:
+        parser.error(str(error))
+    folder = Path(a.json or "-").parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(a.json or "-").is_dir():
+        parser.error(f"--json needs a file in a folder that can be written, got {a.json}")
+    problem = Problem(
+        a.nproc, a.batch, a.heads, a.kv_heads, a.head_dim, a.dtype, not a.non_causal, a.backward, device
+    )
+    choices = (dict.fromkeys(chosen) for chosen in (a.seq_len, a.layout, a.strategy))  # each once
+    return problem, list(itertools.starmap(Configuration, itertools.product(*choices)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    problem, configurations = _checked(parser, arguments)
+    environment = describe_environment(problem)
+    try:
+        with Console(stderr=True).status(f"{len(configurations)} configurations on {problem.num_ranks} rank(s)"):
+            rows = benchmark(problem, configurations, repeats=arguments.repeats, timeout=arguments.timeout)
+    except BenchmarkError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    records = make_records(problem, rows, environment)
+    if arguments.json == "-":
+        print(json.dumps(records, indent=1))
+        return 0
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    print_tables(Console() if sys.stdout.isatty() else Console(width=130), records)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
