@@ -22,6 +22,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
+        fused=True,  # one call for all parameters: with DTensors on CPU, a call each costs as much as a tiny step
     )
 
 
