@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 )  # fmt: skip
 
 # torch 2.13 renamed the tensor collectives; 2.11 has only the former names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_RECORD_SIZE = 16
+_RECORD_SIZE = 24
 _OPERATIONS = ("context_parallel_attention", "unshard", "check_same_batch")
 _agreed: set[tuple[str, str, tuple[int, ...]]] = set()
 
@@ -39,7 +41,7 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
     """Return the process group of that name: a name is what travels through compiled graphs."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(group_name)
+    return _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -85,6 +87,7 @@ def agree(
     group: dist.ProcessGroup,
     device: torch.device,
     error: Exception | None = None,
+    entry: str = "",
 ) -> None:
     """Raise on every rank if ranks are about to exchange different things, or if one of them has an ``error``.
 
@@ -93,9 +96,11 @@ def agree(
     with these fields in this group.
 
     Args:
-        fields: What has to be equal, by name; at most 13 small integers, the same names on each rank.
+        fields: What has to be equal, by name; at most 20 int64 numbers, the same names on each rank.
+        entry: Text that has to be equal too: the place of a tensor in its container.
         error: This rank's own verdict on its arguments: raised here, and reported by the others.
     """
+    fields = {"entry": zlib.crc32(entry.encode()), **fields} if fields else fields
     signature = (group.group_name, operation, tuple(fields.values()))
     if device.type != "cpu":
         if error is not None:
@@ -106,14 +111,17 @@ def agree(
     record = [_OPERATIONS.index(operation), int(error is None), names, *fields.values()]
     assert len(record) <= _RECORD_SIZE, record
     records = all_gather_ints(record + [0] * (_RECORD_SIZE - len(record)), group, device)
+    difference = _difference(list(fields), records, entry)
     if error is not None:
+        if isinstance(error, ValueError) and difference:
+            raise ValueError(f"{error} ({difference})") from error
         raise error
-    _compare(operation, list(fields), records)
+    _compare(operation, difference, records)
     if device.type != "cpu":
         _agreed.add(signature)
 
 
-def _compare(operation: str, names: list[str], records: list[list[int]]) -> None:
+def _compare(operation: str, difference: str, records: list[list[int]]) -> None:
     running = [_OPERATIONS[record[0]] for record in records]
     if len(set(running)) > 1:
         raise RuntimeError(
@@ -121,13 +129,29 @@ def _compare(operation: str, names: list[str], records: list[list[int]]) -> None
             "the same calls in the same order"
         )
     refused = [rank for rank, record in enumerate(records) if not record[1]]
+    also = f"rank(s) {refused} of the group refused their arguments; see their error" if refused else ""
+    if difference:
+        raise ValueError(
+            f"{operation}: {difference}; every rank must pass its part of the same sequence (same batch, length, "
+            f"heads, dtype and options){'; ' + also if also else ''}"
+        )
     if refused:
-        raise RuntimeError(f"{operation}: rank(s) {refused} of the group refused their arguments; see their error")
+        raise RuntimeError(f"{operation}: {also}")
+    if len({record[2] for record in records}) > 1:
+        raise ValueError(f"{operation}: the ranks of the group pass different sets of arguments; pass the same on each")
+
+
+def _difference(names: list[str], records: list[list[int]], entry: str) -> str:
+    """Say which field differs first, and its value by rank; nothing if records have no common fields."""
+    if len({(record[0], record[2]) for record in records}) > 1:
+        return ""
     for column, name in enumerate(names, start=3):
         values = [record[column] for record in records]
         if len(set(values)) > 1:
-            shown = [str(DTYPES[v]).removeprefix("torch.") for v in values] if name == "dtype" else values
-            raise ValueError(
-                f"{operation}: {name} differs between the ranks of the group: {dict(enumerate(shown))}; every "
-                "rank must pass its part of the same sequence (same batch, length, heads, dtype and options)"
-            )
+            shown: list[Any] = values
+            if name == "dtype":
+                shown = [str(DTYPES[v]).removeprefix("torch.") for v in values]
+            elif name == "entry":  # only its checksum has travelled
+                shown = [entry if v == zlib.crc32(entry.encode()) else "(another)" for v in values]
+            return f"{name} differs between the ranks of the group: {dict(enumerate(shown))}"
+    return ""
