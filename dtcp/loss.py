@@ -56,16 +56,41 @@ def token_loss(
         the valid tokens; with none at all it is 0 and so is its gradient.
 
     Raises:
-        ValueError: If shapes do not fit.
+        ValueError: If shapes or dtypes do not fit, or ``num_valid_tokens`` is not one number of at least 0.
     """
-    if logits.shape[:-1] != labels.shape or logits.ndim == 0:
+    if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"token_loss needs logits (…, V) and labels (…), got {tuple(logits.shape)} and {tuple(labels.shape)}"
+            f"token_loss needs logits (…, V) and labels (…), got {tuple(logits.shape)} and {tuple(labels.shape)}; "
+            "cut both alike"
+        )
+    if not logits.dtype.is_floating_point or not _is_integer(labels.dtype):
+        raise ValueError(
+            f"token_loss needs logits of a float dtype and labels of an integer one, got {logits.dtype} and "
+            f"{labels.dtype}; swap them, or use labels.to(torch.int64)"
         )
     if num_valid_tokens is None:
         num_valid_tokens = count_valid_tokens(labels, mesh=mesh, ignore_index=ignore_index)
+    _check_count(num_valid_tokens)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     total = F.cross_entropy(
-        logits.reshape(-1, logits.size(-1)).to(dtype), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
+        logits.reshape(-1, logits.size(-1)).to(dtype),
+        labels.reshape(-1).to(torch.int64),
+        ignore_index=ignore_index,
+        reduction="sum",
     )
     return total / torch.as_tensor(num_valid_tokens, device=total.device).clamp(min=1)
+
+
+def _check_count(count: Tensor | int) -> None:
+    if isinstance(count, Tensor):
+        if count.ndim > 0:
+            raise ValueError(
+                f"num_valid_tokens must be one number, got a tensor of shape {tuple(count.shape)}; give the sum over "
+                "all microbatches of the step"
+            )
+    elif count < 0:
+        raise ValueError(f"num_valid_tokens must be at least 0, got {count}; give what count_valid_tokens returns")
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
