@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from dtcp._paths import conf_dir
 from dtcp.train.config import RunConfig, compose_job_config
@@ -55,7 +56,9 @@ def test_metrics_file_has_one_line_per_step_written_by_one_rank(ranks, tmp_path)
     assert [line["loss"] for line in lines] == [m.loss for m in history]
     wanted = {"step", "loss", "grad_norm", "tokens_seen", "lr", "tokens_per_second"}
     assert all(wanted <= line.keys() for line in lines)
-    assert "name: gpt_tiny" in (tmp_path / "config.yaml").read_text()
+    saved = OmegaConf.load(tmp_path / "config.yaml")
+    assert (saved.model.name, saved.mesh.cp, saved.mesh.dp_shard) == ("gpt_tiny", 2, 1)  # -1 before
+    assert saved.run.name == tmp_path.name  # null before
 
 
 def uniform_logits(rank: int, world: int, overrides: list[str]) -> float:

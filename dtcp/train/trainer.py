@@ -24,7 +24,7 @@ from dtcp.parallelize.fsdp import set_last_microbatch
 from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.shard import check_same_batch
 from dtcp.train.batch import Microbatch, cut, deal_microbatches
-from dtcp.train.config import JobConfig, to_data_config, to_model_config
+from dtcp.train.config import JobConfig, MeshConfig, to_data_config, to_model_config
 from dtcp.train.data import make_dataset
 from dtcp.train.metrics import MetricsLog, StepMetrics, peak_flops, peak_memory_gib
 from dtcp.train.nonfinite import refuse_non_finite
@@ -183,7 +183,7 @@ class Trainer:
         """
         is_writer = not dist.is_initialized() or dist.get_rank() == 0
         if is_writer:
-            (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
+            (folder / CONFIG_FILE).write_text(self._resolved_config(folder.name))
         metrics_file = folder / METRICS_FILE if is_writer else None
         with MetricsLog(metrics_file, num_steps=self.config.training.steps, device=self.device) as log:
             log.say(self.describe())
@@ -203,6 +203,12 @@ class Trainer:
             f"attention: {self.config.attention.strategy}, {self.layout.name}  "
             f"a step: {training.global_batch_size} rows of {training.seq_len} tokens, {len(self.rows)} microbatch(es)"
         )
+
+    def _resolved_config(self, run_name: str) -> str:
+        """The configuration as YAML, with the degrees and the name that -1 and null have become."""
+        mesh = MeshConfig(**self.dims.degrees)
+        run = dataclasses.replace(self.config.run, name=run_name)
+        return OmegaConf.to_yaml(OmegaConf.structured(dataclasses.replace(self.config, mesh=mesh, run=run)))
 
     def _sum_over_ranks(self, share: Tensor, stop_requested: bool) -> tuple[float, float]:
         sums = torch.stack([share, share.new_tensor(float(stop_requested))])
@@ -266,6 +272,7 @@ def check_vocabulary(num_ids: int, vocab_size: int, model_name: str) -> None:
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed torch, and have it refuse operations that are not deterministic."""
+    """Seed torch, and have it refuse operations that are not deterministic where that is asked for."""
     torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
