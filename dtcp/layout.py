@@ -13,8 +13,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+Integers = npt.NDArray[np.int64]
 
 LAYOUT_NAMES = ("contiguous", "head_tail", "striped")
 _PLANNED_LAYOUTS = ("per_document", "auto")
@@ -80,8 +85,7 @@ class SequenceLayout:
         object.__setattr__(self, "padded_seq_len", padded)
         object.__setattr__(self, "local_seq_len", padded // self.cp)
         kind = LAYOUT_NAMES.index(self.name)
-        state = torch.tensor([kind, self.seq_len, self.cp, self.multiple_of], dtype=torch.int64, device="cpu")
-        object.__setattr__(self, "state", state)
+        object.__setattr__(self, "state", _state([kind, self.seq_len, self.cp, self.multiple_of]))
 
     def _multiple(self) -> int:
         """What ``padded_seq_len`` is a multiple of. At cp=1 nothing is cut, so head_tail needs no even length."""
@@ -92,7 +96,7 @@ class SequenceLayout:
     def positions(self, rank: int) -> Tensor:
         """Global token index of each slot of ``rank``: int64 (S_local,), increasing; pads are distinct, >= seq_len."""
         self._check_rank(rank)
-        return _positions(self.name, self.cp, self.local_seq_len, rank).clone()
+        return torch.from_numpy(_positions(self.name, self.cp, self.local_seq_len, rank).copy())
 
     def num_valid(self, rank: int) -> int:
         """Slots of ``rank`` that hold a token; they are the first ones."""
@@ -101,7 +105,7 @@ class SequenceLayout:
 
     def inverse(self) -> Tensor:
         """int64 (seq_len,): where token t stands among all slots in rank-major order (rank·S_local + slot)."""
-        return _inverse(self).clone()
+        return torch.from_numpy(_inverse(self).copy())
 
     def tiles(
         self, q_rank: int, kv_rank: int, *, is_causal: bool = False, kv_layout: SequenceLayout | None = None
@@ -136,7 +140,7 @@ class SequenceLayout:
             return 0, num_kv
         last = _positions(self.name, self.cp, self.local_seq_len, q_rank)[num_q - 1]
         keys = _positions(kv_layout.name, kv_layout.cp, kv_layout.local_seq_len, kv_rank)[:num_kv]
-        return 0, int(torch.searchsorted(keys, last, right=True))
+        return 0, int(np.searchsorted(keys, last, side="right"))
 
     def attended_pairs(
         self, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1), documents: Any = None
@@ -193,14 +197,22 @@ def layout_from_state(state: Tensor) -> SequenceLayout:
     return _make_layout(LAYOUT_NAMES[kind], seq_len, cp, multiple_of)
 
 
+def _state(numbers: list[int]) -> Tensor:
+    if torch.compiler.is_compiling():  # made inside a compiled function: part of its graph, and cached by nobody
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    # Layouts are cached: one first made in inference mode, or while tracing with fake tensors, serves training too.
+    with torch.inference_mode(False), unset_fake_temporarily():
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
 @functools.lru_cache(maxsize=4096)
 def _make_layout(name: str, seq_len: int, cp: int, multiple_of: int) -> SequenceLayout:
     return SequenceLayout(name, seq_len, cp, multiple_of)
 
 
 @functools.lru_cache(maxsize=256)
-def _positions(name: str, cp: int, local_seq_len: int, rank: int) -> Tensor:
-    slots = torch.arange(local_seq_len, dtype=torch.int64, device="cpu")
+def _positions(name: str, cp: int, local_seq_len: int, rank: int) -> Integers:
+    slots = np.arange(local_seq_len, dtype=np.int64)
     if cp == 1:
         return slots
     match name:
@@ -208,7 +220,7 @@ def _positions(name: str, cp: int, local_seq_len: int, rank: int) -> Tensor:
             return slots + rank * local_seq_len
         case "head_tail":
             chunk = local_seq_len // 2
-            return torch.cat([slots[:chunk] + rank * chunk, slots[:chunk] + (2 * cp - 1 - rank) * chunk])
+            return np.concatenate([slots[:chunk] + rank * chunk, slots[:chunk] + (2 * cp - 1 - rank) * chunk])
         case "striped":
             return slots * cp + rank
         case _:
@@ -217,13 +229,13 @@ def _positions(name: str, cp: int, local_seq_len: int, rank: int) -> Tensor:
 
 def _num_valid(layout: SequenceLayout, rank: int) -> int:
     positions = _positions(layout.name, layout.cp, layout.local_seq_len, rank)
-    return int(torch.searchsorted(positions, layout.seq_len))
+    return int(np.searchsorted(positions, layout.seq_len))
 
 
 @functools.lru_cache(maxsize=64)
-def _inverse(layout: SequenceLayout) -> Tensor:
-    order = torch.cat([_positions(layout.name, layout.cp, layout.local_seq_len, r) for r in range(layout.cp)])
-    return torch.argsort(order)[: layout.seq_len].contiguous()
+def _inverse(layout: SequenceLayout) -> Integers:
+    order = np.concatenate([_positions(layout.name, layout.cp, layout.local_seq_len, r) for r in range(layout.cp)])
+    return np.argsort(order)[: layout.seq_len]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -237,17 +249,17 @@ def _tiles(
         return (Tile(0, num_q, 0, num_kv, "full"),)
     q_positions = _positions(q_layout.name, q_layout.cp, q_layout.local_seq_len, q_rank)[:num_q]
     kv_positions = _positions(kv_layout.name, kv_layout.cp, kv_layout.local_seq_len, kv_rank)[:num_kv]
-    return _staircase_tiles(torch.searchsorted(kv_positions, q_positions, right=True))
+    return _staircase_tiles(np.searchsorted(kv_positions, q_positions, side="right"))
 
 
-def _staircase_tiles(visible: Tensor) -> tuple[Tile, ...]:
+def _staircase_tiles(visible: Integers) -> tuple[Tile, ...]:
     """Cut a staircase, where query i sees the first ``visible[i]`` keys, into full rectangles and causal squares.
 
     ``visible`` never falls, because slots are in increasing order. A run of equal values is a rectangle; a run
     that grows by one is a triangle with a rectangle to its left; a larger step ends a run.
     """
-    steps = torch.diff(visible)
-    run_ends = [*(torch.nonzero(torch.diff(steps)).flatten() + 1).tolist(), len(steps)]
+    steps = np.diff(visible)
+    run_ends = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
     counts = visible.tolist()
     tiles: list[Tile] = []
     start, run = 0, 0

@@ -224,7 +224,7 @@ def test_compiled_attention_is_one_graph_and_equals_eager(ranks, strategy, backe
 def check_dtensor(rank: int, world: int) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    import dtcp.attention.sharding  # registers the rules
+    dtcp.ContextParallel()  # loading it teaches DTensor the ops
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     layout = dtcp.make_layout("head_tail", seq_len=13, cp=2)

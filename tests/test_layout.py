@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -141,12 +142,12 @@ def test_tiles_cover_every_allowed_pair_once_and_no_other(layout, is_causal):
 def test_any_staircase_is_cut_exactly(increments):
     from dtcp.layout import _staircase_tiles
 
-    visible = torch.tensor(increments).cumsum(0)
+    visible = np.cumsum(increments)
     count = torch.zeros(len(increments), int(visible[-1]), dtype=torch.int64)
     for t in _staircase_tiles(visible):
         block = torch.ones(t.num_queries, t.num_keys, dtype=torch.int64)
         count[t.q_start : t.q_stop, t.kv_start : t.kv_stop] += block.tril() if t.kind == "causal" else block
-    assert torch.equal(count, (torch.arange(count.size(1))[None] < visible[:, None]).long())
+    assert torch.equal(count, (torch.arange(count.size(1))[None] < torch.from_numpy(visible)[:, None]).long())
 
 
 @given(layouts)
@@ -205,3 +206,18 @@ def test_returned_tensors_can_be_written_to_without_harm():
     layout.inverse().zero_()
     assert layout.positions(0).tolist() == [0, 2, 4, 6]
     assert layout.inverse().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_a_layout_first_made_in_another_mode_serves_training():
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    for number, mode in enumerate((torch.inference_mode(), FakeTensorMode())):
+        seq_len = 9001 + number  # no other test has cached it
+        with mode:
+            layout = dtcp.make_layout("striped", seq_len=seq_len, cp=2)
+            layout.tiles(0, 1, is_causal=True)
+        again = dtcp.make_layout("striped", seq_len=seq_len, cp=2)
+        assert not again.state.is_inference() and not isinstance(again.state, FakeTensor)
+        assert again.num_valid(0) + again.num_valid(1) == seq_len
+        assert again.positions(1)[:2].tolist() == [1, 3] and not again.positions(1).is_inference()
+        assert again.inverse()[:2].tolist() == [0, again.local_seq_len]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+import dtcp.attention.sharding  # noqa: F401  # DTensor is loaded here: teach it the attention ops
 from dtcp.attention.api import autocast_inputs, is_plain
 from dtcp.attention.arguments import check_format, check_inputs, check_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
