@@ -12,6 +12,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+import dtcp.attention.ops  # noqa: F401  # defines the ops
+
 _CONSTANTS = [None] * 5  # group_name, is_causal, scale, strategy, kernel
 _BATCH, _HEADS = Shard(0), Shard(2)
 
