@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time and bytes of context parallel attention on N ranks, beside one process with N threads on the same problem.
 
-    tools/bench_attention.py                                     2 ranks, 2048 and 4096 tokens, every strategy x layout
-    tools/bench_attention.py --nproc 4 --seq-len 8192 --heads 8 --kv-heads 2 --dtype bfloat16 --strategy ring
-    tools/bench_attention.py --json results.json                 the table, and the records in a file
+    python tools/bench_attention.py                              2 ranks, 2048 and 4096 tokens, every strategy x layout
+    python tools/bench_attention.py --nproc 4 --seq-len 8192 --heads 8 --kv-heads 2 --dtype bfloat16 --strategy ring
+    python tools/bench_attention.py --json results.json          the tables, and the records in a file
 
 The ranks are started here, one thread each. The single process calls torch's scaled_dot_product_attention. Everything
 is measured in turn in every repeat, so that a drift of the machine meets all alike; who is not measured sleeps. A
@@ -11,8 +11,8 @@ rank's clock starts at a barrier, the slowest rank counts, and medians are compa
 output and gradients are compared with the single process, and the bytes that leave each rank are counted.
 
   ratio      median / median of the single process
-  limit      time of the single process x imbalance of the layout (most pairs on a rank / mean): a contiguous layout
-             cannot do better than that, whatever the strategy
+  limit      time of the single process x imbalance of the layout (most pairs on a rank / mean): what a rank needs for
+             its attention alone, at the speed of the single process, whatever the strategy
   bytes      keys, values and their gradients sent by a rank, copies to itself excluded, beside the closed form of
              the strategy (none where the sequence is padded)
 
