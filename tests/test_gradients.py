@@ -167,3 +167,14 @@ def test_a_model_without_gradients_has_norm_zero_and_a_bound_has_to_be_positive(
     assert ranks.run(1, clip_nothing, 1.0) == [0.0]
     for bound in (0.0, -1.0, math.nan):
         ranks.run_expecting(1, clip_nothing, ValueError, "max_norm has to be positive", bound)
+
+
+def wrap_without_layers(rank: int, world: int) -> None:
+    dims = dtcp.ParallelDims()
+    dims.build_mesh("cpu")
+    with pytest.raises(ValueError, match="blocks of Linear in model.layers, .* got NoneType; rename it, or call"):
+        apply_fsdp(nn.Linear(2, 2), dims)
+
+
+def test_a_model_without_layers_is_refused(ranks):
+    ranks.run(1, wrap_without_layers)

@@ -30,11 +30,18 @@ def apply_fsdp(
         reduce_dtype: What gradients are added up in.
         reshard_after_forward: Free a block's full parameters between its forward and backward. The root keeps its
             own: its backward comes first.
+
+    Raises:
+        ValueError: If ``model.layers`` does not hold the blocks.
     """
     mesh = dims.view("hsdp") if dims.dp_replicate > 1 else dims.view("fsdp")
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    layers = model.layers
-    assert isinstance(layers, nn.ModuleList | nn.ModuleDict), f"model.layers is a {type(layers).__name__}"
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"apply_fsdp wants the blocks of {type(model).__name__} in model.layers, an nn.ModuleList or nn.ModuleDict, "
+            f"got {type(layers).__name__}; rename it, or call torch's fully_shard with dims.view('fsdp')"
+        )
     for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
