@@ -39,7 +39,7 @@ def apply_fsdp(
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
-            f"apply_fsdp wants the blocks of {type(model).__name__} in model.layers, an nn.ModuleList or nn.ModuleDict, "
+            f"apply_fsdp wants the blocks of {type(model).__name__} in model.layers, a ModuleList or ModuleDict, "
             f"got {type(layers).__name__}; rename it, or call torch's fully_shard with dims.view('fsdp')"
         )
     for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
