@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from ranks import Ranks
@@ -9,6 +10,13 @@ from ranks import Ranks
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The same examples in every quick run: a red one is the fault of the change. The slow run looks for new ones.
+    hypothesis.settings.register_profile("quick", derandomize=True, deadline=None)
+    hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None)
+    hypothesis.settings.load_profile("slow" if config.getoption("--slow") else "quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
