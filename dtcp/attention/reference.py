@@ -65,7 +65,7 @@ def reference_attention(
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     lse = scores.logsumexp(-1)
-    out = ((scores - lse.unsqueeze(-1)).exp() @ value).to(query.dtype)
+    out = (scores.softmax(-1) @ value).to(query.dtype)
     if qkv_format == "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
