@@ -50,8 +50,10 @@ def excess(case: Case, problem: Problem, solved: dict, mesh, layout) -> dict[str
         ratios = {}
         for name in whole:
             right = problem.answer[name]
-            # An error that rounds to nothing (S=1), and the 1e-5 of everything that is float32 (lse).
-            floor = (1e-5 if name == "lse" else 1e-3 * torch.finfo(case.torch_dtype).eps) * right.norm()
+            # What cancels to nothing (query and key gradients at S=1) is judged by the rounding of its terms; lse is
+            # float32.
+            size = max(float(right.norm()), _natural_size(problem, name, case) * right.numel() ** 0.5)
+            floor = 1e-5 * size if name == "lse" else 1e-2 * torch.finfo(case.torch_dtype).eps * size
             own_error = (own[name].double() - right).norm()
             ratios[name] = float((whole[name].double() - right).norm() / (1.2 * own_error + floor))
         return ratios
@@ -89,6 +91,9 @@ def check_cases(rank: int, world: int, cases: list[Case]) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     wrong = []
     for case in cases:
+        if case.dtype in ("bfloat16", "float16") and case.seq_len < 128:
+            # The ratio of two rounding errors is noise where there are few of them: more rows.
+            case = dataclasses.replace(case, batch=256 // case.seq_len)
         problem = make_problem(case)
         layout = dtcp.make_layout(case.layout, seq_len=case.seq_len, cp=world)
         solved = solve(case, problem, mesh, layout)
