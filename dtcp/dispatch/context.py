@@ -20,7 +20,8 @@ from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.collectives import check_mesh
 from dtcp.containers import named_tensors
 from dtcp.dispatch.buffers import LocalBuffers, refuse_graph
-from dtcp.dispatch.frames import Frame, entered
+from dtcp.dispatch.entry import entered
+from dtcp.dispatch.frames import Frame
 from dtcp.layout import SequenceLayout, make_layout
 from dtcp.shard import shard, unshard
 
@@ -142,7 +143,9 @@ def _list_buffers(buffers: Any, dims: Any, pad_values: Any) -> list[tuple[Any, i
             "instance buffer_seq_dims=[1, 1]"
         )
     if len(pad_values) != len(buffers):
-        raise ValueError(f"buffer_pad_values must have one value for each of the {len(buffers)} buffers, got {pad_values}")
+        raise ValueError(
+            f"buffer_pad_values must have one value for each of the {len(buffers)} buffers, got {pad_values}"
+        )
     return list(zip(buffers, dims or [], pad_values, strict=True))
 
 

@@ -1,14 +1,12 @@
 """What attention inside a context does, and which context is the current one of a thread.
 
-A frame outlives its ``with``: recomputation in a later backward enters it again (``reentered``), with its buffers
-local once more. Nothing is read from "the current context" later than the call that needs it.
+A frame outlives its ``with``: recomputation in a later backward enters it again, with its buffers local once
+more. Nothing is read from "the current context" later than the call that needs it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,22 +40,3 @@ class _Current(threading.local):
 
 
 current = _Current()
-
-
-@contextlib.contextmanager
-def entered(frame: Frame, *, save_locally: bool = True) -> Iterator[None]:
-    """Make ``frame`` the current one of this thread, with redirected attention and local buffers.
-
-    Args:
-        save_locally: Keep the local contents of buffers for what autograd saves meanwhile. Not while a non-reentrant
-            checkpoint recomputes: that collects what is saved by hooks of its own, which ours would hide.
-    """
-    from dtcp.dispatch.redirect import redirected_attention
-
-    previous = current.frame
-    with redirected_attention(), frame.buffers.local(save_locally=save_locally):
-        current.frame = frame
-        try:
-            yield
-        finally:
-            current.frame = previous

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor
 
 from dtcp.dispatch.attend import attend
 from dtcp.dispatch.frames import current
-from dtcp.dispatch.recompute import checkpoint_reenters
+from dtcp.recompute import checkpoint_patch
 
 _builtin = torch._C._nn.scaled_dot_product_attention
 _operator = torch.ops.aten.scaled_dot_product_attention.default
@@ -108,7 +107,8 @@ class _Patches:
         for key in _KEYS:
             library.impl("scaled_dot_product_attention", _kernel, key)
         self._stack.callback(library._destroy)
-        self._stack.enter_context(checkpoint_reenters())
+        checkpoint_patch.acquire()
+        self._stack.callback(checkpoint_patch.release)
         self._stack.enter_context(_replaced(F, "multi_head_attention_forward", _multi_head_attention_forward))
         # The fused paths of nn.MultiheadAttention and nn.TransformerEncoderLayer never call the operator.
         fast_path = torch.backends.mha.get_fastpath_enabled()
