@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from dtcp.attention.api import context_parallel_attention
     from dtcp.attention.reference import reference_attention
+    from dtcp.dispatch.context import context_parallel
     from dtcp.layout import SequenceLayout, Tile, make_layout
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
@@ -30,6 +31,7 @@ _HOME = {
     "Tile": "dtcp.layout",
     "apply_fsdp": "dtcp.parallelize.fsdp",
     "clip_grad_norm_": "dtcp.parallelize.gradients",
+    "context_parallel": "dtcp.dispatch.context",
     "context_parallel_attention": "dtcp.attention.api",
     "count_valid_tokens": "dtcp.loss",
     "make_layout": "dtcp.layout",
@@ -48,6 +50,7 @@ __all__ = [
     "apply_fsdp",
     "check_same_batch",
     "clip_grad_norm_",
+    "context_parallel",
     "context_parallel_attention",
     "count_valid_tokens",
     "make_layout",

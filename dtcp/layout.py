@@ -23,7 +23,7 @@ Integers = npt.NDArray[np.int64]
 
 LAYOUT_NAMES = ("contiguous", "head_tail", "striped")
 _PLANNED_LAYOUTS = ("per_document", "auto")
-STATE_SIZE = 4
+STATE_SIZE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class SequenceLayout:
     multiple_of: int = 1
     documents: Any = None
     # The four integers above as a tensor: what travels through the attention ops. A tensor of constant
-    # shape costs torch.compile no recompilation when the next step has another length.
+    # shape costs torch.compile no recompilation when the next step has another length. The fifth number is
+    # that of a call counter (attention/calls.py), 0 for none.
     state: Tensor = field(init=False, compare=False, repr=False)
     padded_seq_len: int = field(init=False, compare=False)
     local_seq_len: int = field(init=False, compare=False)
@@ -85,7 +86,7 @@ class SequenceLayout:
         object.__setattr__(self, "padded_seq_len", padded)
         object.__setattr__(self, "local_seq_len", padded // self.cp)
         kind = LAYOUT_NAMES.index(self.name)
-        object.__setattr__(self, "state", _state([kind, self.seq_len, self.cp, self.multiple_of]))
+        object.__setattr__(self, "state", _state([kind, self.seq_len, self.cp, self.multiple_of, 0]))
 
     def _multiple(self) -> int:
         """What ``padded_seq_len`` is a multiple of. At cp=1 nothing is cut, so head_tail needs no even length."""
@@ -192,8 +193,8 @@ def make_layout(name: str, *, seq_len: int, cp: int, documents: Any = None, mult
 
 
 def layout_from_state(state: Tensor) -> SequenceLayout:
-    """Return the layout whose ``.state`` is ``state`` (int64 (4,)); cached by value."""
-    kind, seq_len, cp, multiple_of = state.tolist()
+    """Return the layout whose ``.state`` is ``state`` (int64 (5,)); cached by value."""
+    kind, seq_len, cp, multiple_of, _ = state.tolist()
     return _make_layout(LAYOUT_NAMES[kind], seq_len, cp, multiple_of)
 
 

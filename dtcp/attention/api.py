@@ -21,7 +21,7 @@ from dtcp.attention.arguments import (
 )
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
-from dtcp.collectives import agree
+from dtcp.collectives import agree, resolve_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -102,7 +102,8 @@ def context_parallel_attention(
         check_layouts(mesh, layout, kv_layout, is_causal)
         choose_kernel(kernel, query, max(query.size(-1), value.size(-1)))
     except (ValueError, NotImplementedError) as error:
-        _report_refusal(error, mesh)
+        if mesh.ndim == 1:
+            report_refusal(error, mesh.get_group().group_name, query)
         raise
     kv_layout = kv_layout or layout
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
@@ -137,8 +138,10 @@ def autocast_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     return query, key, value
 
 
-def _report_refusal(error: Exception, mesh: DeviceMesh) -> None:
+def report_refusal(error: Exception, group_name: str, query: Any) -> None:
     """Let the other ranks of a CPU group know, so that they raise too instead of waiting for this one."""
-    if torch.compiler.is_compiling() or mesh.ndim != 1 or mesh.size() == 1 or mesh.device_type != "cpu":
+    if torch.compiler.is_compiling() or not isinstance(query, Tensor) or query.device.type != "cpu":
         return
-    agree("context_parallel_attention", {}, mesh.get_group(), torch.device("cpu"), error=error)
+    group = resolve_group(group_name)
+    if group.size() > 1:
+        agree("context_parallel_attention", {}, group, torch.device("cpu"), error=error)

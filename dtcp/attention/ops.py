@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dtcp.attention.arguments import length_error
+from dtcp.attention.calls import count_call
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
 from dtcp.collectives import DTYPES, agree, resolve_group
@@ -39,6 +40,7 @@ def attention_forward(
     call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
     fields = agreement_fields(query, key, value, call, strategy)
     agree("context_parallel_attention", fields, call.group, query.device, error=_refusal(query, key, call))
+    count_call(q_state)
     out, lse = choose_strategy(strategy).forward(call, *_by_head(query, key, value))
     return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous()
 

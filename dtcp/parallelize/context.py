@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.ops import attention_forward
 from dtcp.collectives import check_mesh
 from dtcp.layout import SequenceLayout
+from dtcp.recompute import Restore, captures_state, checkpoint_patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,41 @@ class _ContextParallelModule(nn.Module):
         return out.transpose(1, 2) if self._dtcp_format == "bhsd" else out
 
 
+_modules: weakref.WeakSet[_ContextParallelModule] = weakref.WeakSet()
+"""Those that know a sequence: what a recomputation has to find as its forward found it."""
+
+
+def _remember(module: _ContextParallelModule) -> None:
+    if module not in _modules:
+        _modules.add(module)
+        checkpoint_patch.acquire()
+        weakref.finalize(module, checkpoint_patch.release)
+
+
+def _set_states(states: list[tuple[_ContextParallelModule, Tensor | None, bool]]) -> None:
+    for module, state, plain in states:
+        module._dtcp_state, module._dtcp_is_plain = state, plain
+
+
+@captures_state
+def _capture_sequences() -> Restore | None:
+    if not _modules:
+        return None
+    states = [(weakref.ref(module), module._dtcp_state, module._dtcp_is_plain) for module in _modules]
+
+    @contextlib.contextmanager
+    def restore(is_reentrant: bool) -> Iterator[None]:
+        alive = [(module, state, plain) for ref, state, plain in states if (module := ref()) is not None]
+        later = [(module, module._dtcp_state, module._dtcp_is_plain) for module, _, _ in alive]
+        _set_states(alive)
+        try:
+            yield
+        finally:
+            _set_states(later)
+
+    return restore
+
+
 @functools.cache
 def _context_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"ContextParallel{cls.__name__}", (_ContextParallelModule, cls), {})
@@ -145,5 +184,6 @@ def set_sequence(
                 f"the layout is for cp={layout.cp}, the model was parallelized over {module._dtcp_plan.cp} ranks; "
                 f"make it with cp={module._dtcp_plan.cp}"
             )
+        _remember(module)
         module._dtcp_state = layout.state
         module._dtcp_is_plain = is_plain(layout, layout)

@@ -1,0 +1,112 @@
+"""One redirected call: torch's arguments, checked, to the attention op.
+
+Shapes: query (B, Hq, S_local, D), key (B, Hkv, S_local, D), value (B, Hkv, S_local, Dv), in layout order; or without
+the batch dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dtcp.attention.api import report_refusal
+from dtcp.attention.arguments import check_inputs
+from dtcp.attention.kernels import choose_kernel
+from dtcp.attention.ops import attention_forward
+
+if TYPE_CHECKING:
+    from dtcp.dispatch.frames import Frame
+
+
+def attend(
+    frame: Frame,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return context parallel attention with the arguments of ``scaled_dot_product_attention``."""
+    try:
+        _check_options(query, key, attn_mask, dropout_p, is_causal)
+        unbatched = query.ndim == 3
+        if unbatched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format="bhsd")
+        kernel = _allowed_kernel(frame.kernel, query, max(query.size(-1), value.size(-1)))
+    except (ValueError, NotImplementedError) as error:
+        report_refusal(error, frame.group_name, query)
+        raise
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+    out, _ = attention_forward(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        frame.state,
+        frame.state,
+        frame.group_name,
+        is_causal,
+        scale,
+        frame.strategy,
+        kernel,
+    )
+    out = out.transpose(1, 2)
+    return out.squeeze(0) if unbatched else out
+
+
+def _check_options(query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"attn_mask of shape {tuple(attn_mask.shape)} inside context_parallel: a mask over this rank's tokens "
+            "cannot say what they see of other ranks, and masks over all keys are not available yet; use is_causal"
+        )
+    if dropout_p:
+        raise NotImplementedError(
+            f"attention dropout is not available yet inside context_parallel, got dropout_p={dropout_p}; use 0.0"
+        )
+    if is_causal and query.size(-2) != key.size(-2):
+        raise ValueError(
+            f"is_causal inside context_parallel needs as many keys as queries, got {key.size(-2)} and "
+            f"{query.size(-2)} on this rank"
+        )
+
+
+def _enabled_kernels() -> tuple[str, ...]:
+    """What the user's ``sdpa_kernel([...])`` leaves."""
+    enabled = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+    }
+    return tuple(name for name, is_enabled in enabled.items() if is_enabled)
+
+
+# Dynamo cannot trace these switches; like torch's own attention, a graph keeps those of the time it was made. This is
+# what torch.compiler.assume_constant_result sets, which would load Dynamo for those who do not compile.
+_enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _allowed_kernel(kernel: str, query: Tensor, head_dim: int) -> str:
+    """The kernel to use: the one asked for, or what ``sdpa_kernel([...])`` leaves, ``auto`` if it leaves all."""
+    allowed = _enabled_kernels()
+    if kernel != "auto":
+        if kernel not in allowed:
+            raise ValueError(f"kernel={kernel!r} was asked of context_parallel, but sdpa_kernel([...]) excludes it")
+        return kernel
+    if len(allowed) == 4:
+        return "auto"
+    for name in allowed:
+        try:
+            choose_kernel(name, query, head_dim)
+        except ValueError:
+            continue
+        return name
+    raise ValueError(
+        f"sdpa_kernel([...]) leaves {', '.join(allowed) or 'nothing'}, which cannot run this call on "
+        f"{query.device.type} in {query.dtype}; allow another backend"
+    )

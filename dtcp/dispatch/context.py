@@ -1,0 +1,236 @@
+"""``with context_parallel(...)``: one block in which attention is context parallel and buffers hold a rank's part.
+
+Shapes: buffers of any shape, ``buffer_seq_dims`` says where the sequence is; S tokens, S_local slots of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dtcp.attention.api import is_plain
+from dtcp.attention.arguments import check_strategy
+from dtcp.attention.calls import CallCounter
+from dtcp.attention.kernels import KERNEL_NAMES
+from dtcp.collectives import check_mesh
+from dtcp.containers import named_tensors
+from dtcp.dispatch.buffers import LocalBuffers, refuse_graph
+from dtcp.dispatch.entry import entered
+from dtcp.dispatch.frames import Frame
+from dtcp.layout import SequenceLayout, make_layout
+from dtcp.shard import shard, unshard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Tree = TypeVar("Tree")
+
+
+class ContextParallelRegion:
+    """What ``with context_parallel(...) as cp`` gives.
+
+    Attributes:
+        layout: Who holds which tokens.
+        positions: int64 (S_local,), global token index of each slot of this rank; pads hold 0.
+        valid: bool (S_local,), which slots hold a token.
+    """
+
+    def __init__(self, mesh: DeviceMesh, layout: SequenceLayout, counter: CallCounter) -> None:
+        self.layout = layout
+        self._mesh, self._counter = mesh, counter
+        positions = layout.positions(mesh.get_local_rank())
+        self.valid = (positions < layout.seq_len).to(mesh.device_type)
+        self.positions = torch.where(positions < layout.seq_len, positions, 0).to(mesh.device_type)
+
+    @property
+    def num_attention_calls(self) -> int:
+        """Attention calls so far in this context, those of recomputation included."""
+        return self._counter.num_calls
+
+    def shard(self, x: Tree, *, dim: int = 1, pad_value: float = 0) -> Tree:
+        """``dtcp.shard`` in this context's layout."""
+        return shard(x, self._mesh, self.layout, dim=dim, pad_value=pad_value)
+
+    def unshard(self, x: Tree, *, dim: int = 1) -> Tree:
+        """``dtcp.unshard`` in this context's layout."""
+        return unshard(x, self._mesh, self.layout, dim=dim)
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Any = None,
+    buffer_seq_dims: Sequence[int] | int | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+    buffer_pad_values: Sequence[float] | float | None = None,
+    layout: str = "head_tail",
+    strategy: str = "ring",
+    kernel: str = "auto",
+    documents: Any = None,
+    seq_len: int | None = None,
+    expected_attention_calls: int | None = None,
+) -> Iterator[ContextParallelRegion]:
+    """Make every ``F.scaled_dot_product_attention`` inside context parallel, and cut ``buffers`` for so long.
+
+    Code written for ``torch.distributed.tensor.experimental.context_parallel`` works with the import changed. The
+    attention calls of this thread are redirected, however the function was imported, eager and compiled, and those of
+    recomputation in a later backward too. A backward may run inside or after the block.
+
+    Args:
+        mesh: 1-D mesh of the cp axis. With one rank nothing is cut and attention is torch's own.
+        buffers: Tensors, equal on every cp rank, whose contents become this rank's part inside the block: a list of
+            tensors, nested containers or TensorDicts. They get memory of their own; theirs is put back at the end,
+            also after an exception, and never written to. What autograd saves inside keeps the local contents.
+        buffer_seq_dims: Sequence dim of each buffer; may be negative.
+        no_restore_buffers: Those that stay local after the block.
+        buffer_pad_values: What pad slots hold, for each buffer (a number holds for all). Floats default to 0;
+            integer buffers need a value if there is padding.
+        layout, strategy, kernel: As in ``make_layout`` and ``context_parallel_attention``.
+        documents: Not available yet.
+        seq_len: Tokens of the sequence, where there are no buffers to tell.
+        expected_attention_calls: Raise at the end unless there were so many. None wants at least one.
+
+    Raises:
+        ValueError: If buffers do not fit together, one needs a gradient, or an argument is unknown.
+        RuntimeError: At the end of the block, if no attention call was redirected, or not as many as expected.
+    """
+    check_mesh(mesh, "context_parallel")
+    check_strategy(strategy, None)
+    if kernel not in KERNEL_NAMES:
+        raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
+    if documents is not None:
+        raise NotImplementedError("context_parallel does not know documents yet; use documents=None")
+    listed = _list_buffers(buffers, buffer_seq_dims, buffer_pad_values)
+    sequence = make_layout(layout, seq_len=_sequence_length(listed, seq_len), cp=mesh.size())
+    local_buffers = _cut_buffers(listed, no_restore_buffers or set(), mesh, sequence)
+    counter = CallCounter()
+    frame = Frame(
+        group_name=mesh.get_group().group_name,
+        layout=sequence,
+        strategy=strategy,
+        kernel=kernel,
+        counter=counter,
+        state=counter.state_of(sequence),
+        is_plain=is_plain(sequence, sequence),
+        buffers=local_buffers,
+    )
+    with entered(frame):
+        yield ContextParallelRegion(mesh, sequence, counter)
+    local_buffers.release()
+    if not frame.is_plain:
+        _check_calls(counter.num_calls, expected_attention_calls)
+
+
+def _list_buffers(buffers: Any, dims: Any, pad_values: Any) -> list[tuple[Any, int, float | None]]:
+    """(buffer, sequence dim, pad value or None) of each."""
+    if buffers is None:
+        buffers = []
+    if not isinstance(buffers, (list, tuple)):
+        buffers = [buffers]
+    if isinstance(dims, int):
+        dims = [dims] * len(buffers)
+    if not isinstance(pad_values, Sequence):
+        pad_values = [pad_values] * len(buffers)
+    if len(dims or []) != len(buffers):
+        raise ValueError(
+            f"buffer_seq_dims must name the sequence dim of each of the {len(buffers)} buffers, got {dims}; for "
+            "instance buffer_seq_dims=[1, 1]"
+        )
+    if len(pad_values) != len(buffers):
+        raise ValueError(
+            f"buffer_pad_values must have one value for each of the {len(buffers)} buffers, got {pad_values}"
+        )
+    return list(zip(buffers, dims or [], pad_values, strict=True))
+
+
+def _sequence_length(buffers: list[tuple[Any, int, float | None]], seq_len: int | None) -> int:
+    lengths: dict[int, str] = {} if seq_len is None else {seq_len: "seq_len"}
+    for index, (buffer, dim, _) in enumerate(buffers):
+        for name, tensor in named_tensors(buffer, str(index)):
+            if not -tensor.ndim <= dim < tensor.ndim:
+                raise ValueError(f"buffer {name} of shape {tuple(tensor.shape)} has no dim {dim}; see buffer_seq_dims")
+            lengths.setdefault(tensor.size(dim), f"buffer {name}")
+    if len(lengths) > 1:
+        named = ", ".join(f"{length} ({name})" for length, name in lengths.items())
+        raise ValueError(f"buffers of one context must have one length along buffer_seq_dims, got {named}")
+    if not lengths:
+        raise ValueError("context_parallel needs the length of the sequence: give buffers, or seq_len=")
+    return next(iter(lengths))
+
+
+def _cut_buffers(
+    buffers: list[tuple[Any, int, float | None]], kept: set[Tensor], mesh: DeviceMesh, layout: SequenceLayout
+) -> LocalBuffers:
+    tensors: dict[int, tuple[Tensor, Tensor, int]] = {}
+    containers: list[tuple[Any, list[int]]] = []
+    for index, (buffer, dim, pad_value) in enumerate(buffers):
+        refuse_graph(buffer)
+        for name, tensor in named_tensors(buffer, str(index)):
+            seq_dim = dim % tensor.ndim
+            if id(tensor) in tensors and tensors[id(tensor)][2] != seq_dim:
+                raise ValueError(f"buffer {name} is listed twice, with different sequence dims")
+            pads = _pad_value(name, tensor, pad_value, layout, index, len(buffers))
+            with torch.no_grad():
+                local = shard(tensor.detach(), mesh, layout, dim=seq_dim, pad_value=pads)
+            tensors[id(tensor)] = (tensor, local, seq_dim)
+        containers += _tensordicts(buffer, dim, layout)
+    for tensor in kept:
+        if id(tensor) not in tensors:
+            raise ValueError(f"no_restore_buffers has a tensor of shape {tuple(tensor.shape)} that is not in buffers")
+    if layout.cp == 1:
+        return LocalBuffers([], [], [])
+    return LocalBuffers([(tensor, local) for tensor, local, _ in tensors.values()], list(kept), containers)
+
+
+def _pad_value(
+    name: str, tensor: Tensor, value: float | None, layout: SequenceLayout, index: int, num_buffers: int
+) -> float:
+    if value is not None:
+        return value
+    if layout.padded_seq_len > layout.seq_len and not (tensor.is_floating_point() or tensor.is_complex()):
+        example = ["0"] * num_buffers
+        example[index] = "-100"
+        raise ValueError(
+            f"{layout.seq_len} tokens are padded to {layout.padded_seq_len} for cp={layout.cp}, and buffer {name} is "
+            f"of dtype {tensor.dtype}: say what pad slots hold, for instance buffer_pad_values=[{', '.join(example)}] "
+            "(-100 for labels, 0 for tokens and positions)"
+        )
+    return 0
+
+
+def _tensordicts(buffer: Any, dim: int, layout: SequenceLayout) -> list[tuple[Any, list[int]]]:
+    """TensorDicts in ``buffer``, outermost first, with the batch size that they have while local."""
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is None or not tensordict.is_tensor_collection(buffer):
+        values = buffer.values() if isinstance(buffer, dict) else buffer if isinstance(buffer, (list, tuple)) else []
+        return [found for value in values for found in _tensordicts(value, dim, layout)]
+    if dim < 0:
+        raise ValueError(f"the sequence dim of a TensorDict must be counted from the front, got {dim}")
+    nested = [value for value in buffer.values() if tensordict.is_tensor_collection(value)]
+    found = [entry for value in nested for entry in _tensordicts(value, dim, layout)]
+    if dim >= buffer.batch_dims:
+        return found
+    batch_size = list(buffer.batch_size)
+    batch_size[dim] = layout.local_seq_len
+    return [(buffer, batch_size), *found]
+
+
+def _check_calls(num_calls: int, expected: int | None) -> None:
+    if expected is None and num_calls == 0:
+        raise RuntimeError(
+            "no attention call was made context parallel inside this context, so its tokens saw only their own rank. "
+            "Likely causes: the model does not call F.scaled_dot_product_attention (a fused or hand-written attention, "
+            "flash_attn, flex_attention); it ran in another thread; or nothing attends here, which "
+            "expected_attention_calls=0 says"
+        )
+    if expected is not None and num_calls != expected:
+        raise RuntimeError(
+            f"expected_attention_calls={expected}, but {num_calls} attention calls were made context parallel inside "
+            "this context (recomputation inside it counts too); calls that it misses see only this rank's tokens"
+        )

@@ -1,0 +1,42 @@
+"""What attention inside a context does, and which context is the current one of a thread.
+
+A frame outlives its ``with``: recomputation in a later backward enters it again, with its buffers local once
+more. Nothing is read from "the current context" later than the call that needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dtcp.attention.calls import CallCounter
+from dtcp.dispatch.buffers import LocalBuffers
+from dtcp.layout import SequenceLayout
+
+
+@dataclass(eq=False)
+class Frame:
+    """One context, as attention sees it.
+
+    Attributes:
+        state: The layout and the number of ``counter``, for the attention op.
+        is_plain: Nothing is cut (one rank): calls are torch's own.
+    """
+
+    group_name: str
+    layout: SequenceLayout
+    strategy: str
+    kernel: str
+    counter: CallCounter
+    state: Tensor
+    is_plain: bool
+    buffers: LocalBuffers
+
+
+class _Current(threading.local):
+    frame: Frame | None = None
+
+
+current = _Current()

@@ -1,0 +1,195 @@
+"""How calls of ``scaled_dot_product_attention`` reach a context, however they were imported.
+
+Eager calls, also those inside ``nn.MultiheadAttention``, in other threads' backward, or in inference mode, end in the
+operator ``aten::scaled_dot_product_attention``: while a context is active it has our kernel, which looks for the
+current frame of its thread. Under ``torch.compile`` Dynamo asks a handler, which traces ``redirected`` instead of
+the builtin function; the graph it makes is guarded by what it read from the frame. What neither reaches (a graph made
+before dtcp was asked, traced again by AOTAutograd) is found by the kernel, which refuses to be traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtcp.dispatch.attend import attend
+from dtcp.dispatch.frames import current
+from dtcp.recompute import checkpoint_patch
+
+_builtin = torch._C._nn.scaled_dot_product_attention
+_operator = torch.ops.aten.scaled_dot_product_attention.default
+_KEYS = ("AutogradCPU", "CPU", "AutogradCUDA", "CUDA")
+
+
+def redirected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What Dynamo traces in the place of ``scaled_dot_product_attention``."""
+    frame = current.frame
+    if frame is None or frame.is_plain:
+        # The operator, not the builtin, which would bring Dynamo here again.
+        return _operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The operator's kernel while a context is active somewhere."""
+    frame = current.frame
+    if frame is None or frame.is_plain:
+        if frame is not None and not _is_traced(query):
+            frame.counter.num_calls += 1
+        return _operator.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if _is_traced(query):
+        raise RuntimeError(
+            "scaled_dot_product_attention is being compiled inside context_parallel by a route that dtcp does not see, "
+            "which would attend to this rank's tokens only; call F.scaled_dot_product_attention or "
+            "dtcp.context_parallel_attention in the compiled function, or torch.compile it before entering the context"
+        )
+    return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _is_traced(x: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+class _Patches:
+    """What is patched in torch while a context is active anywhere; counted, so that the last one ends it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._num_users = 0
+        self._stack = contextlib.ExitStack()
+
+    def acquire(self) -> None:
+        with self._lock:
+            if self._num_users == 0:
+                self._install()
+            self._num_users += 1
+            teach_dynamo()
+
+    def release(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._stack.close()
+
+    def _install(self) -> None:
+        library = torch.library.Library("aten", "IMPL")
+        for key in _KEYS:
+            library.impl("scaled_dot_product_attention", _kernel, key)
+        self._stack.callback(library._destroy)
+        checkpoint_patch.acquire()
+        self._stack.callback(checkpoint_patch.release)
+        self._stack.enter_context(_replaced(F, "multi_head_attention_forward", _multi_head_attention_forward))
+        # The fused paths of nn.MultiheadAttention and nn.TransformerEncoderLayer never call the operator.
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        if "torch.nn.attention.flex_attention" in sys.modules:
+            flex = sys.modules["torch.nn.attention.flex_attention"]
+            self._stack.enter_context(_replaced(flex, "_validate_sdpa_input", _refuse_flex_attention))
+
+
+_patches = _Patches()
+
+
+@contextlib.contextmanager
+def redirected_attention() -> Iterator[None]:
+    """Redirect the attention calls of threads that have a current frame."""
+    _patches.acquire()
+    try:
+        yield
+    finally:
+        _patches.release()
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+_multi_head_attention_forward_of_torch = F.multi_head_attention_forward
+
+
+def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
+    """``need_weights=True`` forms the weights by hand and never asks for attention."""
+    frame = current.frame
+    need_weights = kwargs.get("need_weights", args[15] if len(args) > 15 else True)
+    if frame is not None and not frame.is_plain and need_weights:
+        raise NotImplementedError(
+            "nn.MultiheadAttention with need_weights=True forms the attention weights of this rank's tokens only; pass "
+            "need_weights=False inside context_parallel"
+        )
+    return _multi_head_attention_forward_of_torch(*args, **kwargs)
+
+
+def _refuse_flex_attention(*args: Any, **kwargs: Any) -> None:
+    frame = current.frame
+    if frame is not None and not frame.is_plain:
+        raise NotImplementedError(
+            "flex_attention inside context_parallel is not available yet; call F.scaled_dot_product_attention"
+        )
+    _validate_flex_of_torch(*args, **kwargs)
+
+
+def _validate_flex_of_torch(*args: Any, **kwargs: Any) -> None:
+    from torch.nn.attention._utils import _validate_sdpa_input
+
+    _validate_sdpa_input(*args, **kwargs)
+
+
+_taught = False
+
+
+def teach_dynamo() -> None:
+    """Have Dynamo trace ``redirected`` for the builtin, whatever name it was imported by. Once, and for good.
+
+    For good, because a graph traced without it carries no guard on the current frame, and would be used again inside
+    a context. Graphs that are older than this are forgotten once, for the same reason.
+    """
+    global _taught
+    if _taught or "torch._dynamo" not in sys.modules:
+        return
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def trace_redirected(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return tx.inline_user_function_return(VariableTracker.build(tx, redirected), args, kwargs)
+
+    TorchInGraphFunctionVariable._get_handlers()[_builtin] = trace_redirected
+    torch._dynamo.reset()
+    _taught = True

@@ -1,0 +1,39 @@
+"""Every way of compiling, checkpointing, calling and differentiating equals one rank: a pairwise-covering set."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from cells import AXES, Cell, check_cell
+from oracle import all_pairs
+
+PAIRWISE = [Cell(**options) for options in all_pairs(AXES)]
+
+
+def cell_id(cell: Cell) -> str:
+    return "-".join(str(value) for value in dataclasses.astuple(cell))
+
+
+@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+def test_cell_equals_one_rank(ranks, cell):
+    ranks.run(cell.world, check_cell, cell, timeout=120)
+
+
+@pytest.mark.parametrize("door", ["context", "plan"])
+@pytest.mark.parametrize("compiled", ["block", "model"])
+def test_inductor_cell_equals_one_rank(ranks, compiled, door):
+    cell = Cell(compile=compiled, checkpointing="non_reentrant", door=door, call="by_name", backend="inductor")
+    ranks.run(2, check_cell, cell, timeout=180)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", AXES["compile"])
+@pytest.mark.parametrize("checkpointing", AXES["checkpointing"])
+def test_every_cell_equals_one_rank(ranks, compiled, checkpointing):
+    names = ("backward", "call", "door", "strategy")
+    for values in itertools.product(*(AXES[name] for name in names)):
+        cell = Cell(compile=compiled, checkpointing=checkpointing, **dict(zip(names, values, strict=True)))
+        ranks.run(2, check_cell, cell, timeout=120)
