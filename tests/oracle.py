@@ -103,12 +103,13 @@ def single_device(case: Case, problem: Problem) -> dict[str, Tensor]:
     width = max(head_dim, value_dim)
     inputs = [x.clone().requires_grad_() for x in (problem.query, problem.key, problem.value)]
     padded = [torch.nn.functional.pad(x, (0, width - x.size(-1))) for x in inputs]
+    scale = head_dim**-0.5 if case.scale is None else case.scale
     out = torch.nn.functional.scaled_dot_product_attention(
-        *padded, is_causal=case.is_causal, scale=case.scale or head_dim**-0.5, enable_gqa=num_heads != num_kv_heads
+        *padded, is_causal=case.is_causal, scale=scale, enable_gqa=num_heads != num_kv_heads
     )[..., :value_dim]
     grads = torch.autograd.grad(out, inputs, problem.grad_out)
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.detach() for x in padded), 0.0, case.is_causal, scale=case.scale or head_dim**-0.5
+        *(x.detach() for x in padded), 0.0, case.is_causal, scale=scale
     )
     return {"out": out.detach(), "lse": lse, **dict(zip(GRADIENT_NAMES, grads, strict=True))}
 

@@ -60,6 +60,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         NotImplementedError,
         "strategy='ulysses' is not available yet; use one of ring, all_gather",
     ),
+    ({"kernel": "flash", "scale": 0.0}, ValueError, "kernel='flash' needs a positive scale, got 0.0"),
     ({"ulysses_degree": 2}, ValueError, "ulysses_degree=2 has no meaning for strategy='ring'"),
     ({"kernel": "cudnn"}, ValueError, "kernel='cudnn' does not exist on cpu; use auto"),
     (
@@ -111,11 +112,11 @@ def check_differing(rank: int, world: int) -> None:
         ("query heads", wide, "{0: 8, 1: 4, 2: 4}"),
         ("head dim", {"shapes": [(2, 4, 8, 32), (2, 4, 8, 32), (2, 4, 8, 16)]}, "{0: 32, 1: 16, 2: 16}"),
         ("value head dim", {"shapes": [(2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 8)]}, "{0: 8, 1: 16, 2: 16}"),
-        ("query layout", {"layout": dtcp.make_layout("striped", seq_len=24, cp=3)}, ""),
-        ("query layout", {"layout": dtcp.make_layout("head_tail", seq_len=23, cp=3)}, ""),
+        (r"query layout \(.*\)", {"layout": dtcp.make_layout("striped", seq_len=24, cp=3)}, "{0: 2, 1: 1, 2: 1}"),
+        ("query seq_len", {"layout": dtcp.make_layout("head_tail", seq_len=23, cp=3)}, "{0: 23, 1: 24, 2: 24}"),
         ("is_causal", {"is_causal": True}, "{0: 1, 1: 0, 2: 0}"),
-        ("scale", {"scale": 0.5}, ""),
-        ("strategy", {"strategy": "all_gather"}, "{0: 1, 1: 0, 2: 0}"),
+        (r"scale \(.*\)", {"scale": 0.5}, ""),
+        (r"strategy \(0 ring, 1 all_gather\)", {"strategy": "all_gather"}, "{0: 1, 1: 0, 2: 0}"),
     ]:
         with pytest.raises(ValueError, match=f"{field} differs between the ranks") as caught:
             attend(world, **(options if rank == 0 else {}))

@@ -2,7 +2,7 @@
 
 Tolerances. float64 on the math kernel 1e-12: rounding of some hundred additions. float32 1e-5, per rank; where
 queries are scaled by 100 the softmax is so peaked that torch's own single-device attention is off by more than
-that, and its error, doubled, is the bound. Half precision: 1.2 times the error (relative Frobenius norm over the
+that, and three times its error is the bound. Half precision: 1.2 times the error (relative Frobenius norm over the
 whole sequence) of torch's own single-device attention in that dtype against the same oracle.
 """
 
@@ -39,6 +39,9 @@ REPORTED = [
     Case(heads=(1, 1, 8, 8), seq_len=7, is_causal=False),
     Case(seq_len=4, layout="contiguous", dtype="float64", kernel="math"),
     Case(heads=(8, 2, 24, 16), seq_len=64),
+    # Torch's fused CPU kernel gives NaN for these under a causal mask.
+    Case(scale=-0.5),
+    Case(scale=0.0, strategy="all_gather", layout="striped"),
 ]
 
 
@@ -61,7 +64,7 @@ def excess(case: Case, problem: Problem, solved: dict, mesh, layout) -> dict[str
     if case.dtype == "float32" and case.query_scale > 1:
         own = single_device(case, problem)
         for name, result in own.items():
-            bounds[name] = max(1e-5, 2 * relative_error(result, problem.answer[name]))
+            bounds[name] = max(1e-5, 3 * relative_error(result, problem.answer[name]))
     local = {name: dtcp.shard(right, mesh, layout, dim=2) for name, right in problem.answer.items()}
     valid = layout.num_valid(mesh.get_local_rank())
     ratios = {}
@@ -72,7 +75,7 @@ def excess(case: Case, problem: Problem, solved: dict, mesh, layout) -> dict[str
         reference = right if right.numel() and right.norm() > 1e-3 * whole.norm() else whole
         difference = (own.double() - right).abs()
         size = max(reference.abs().max().item(), _natural_size(problem, name, case))
-        ratios[name] = float(difference.max() / size / bounds[name]) if valid else 0.0
+        ratios[name] = float(difference.max() / size / bounds[name]) if bool(difference.any()) else 0.0
         pads = result[:, :, valid:]
         assert bool((pads == (float("-inf") if name == "lse" else 0)).all()), (case, name, "pads")
     return ratios
@@ -82,7 +85,7 @@ def _natural_size(problem: Problem, name: str, case: Case) -> float:
     """What the terms of a result are like where they cancel to (nearly) nothing: query and key gradients at S=1."""
     if name not in ("grad_query", "grad_key"):
         return 0.0
-    scale = case.scale or case.heads[2] ** -0.5
+    scale = case.heads[2] ** -0.5 if case.scale is None else abs(case.scale)
     other = problem.key if name == "grad_query" else problem.query
     return scale * float(other.double().abs().max() * problem.grad_out.double().abs().max())
 

@@ -178,3 +178,17 @@ def wrap_without_layers(rank: int, world: int) -> None:
 
 def test_a_model_without_layers_is_refused(ranks):
     ranks.run(1, wrap_without_layers)
+
+
+def clip_in_float64(rank: int, world: int) -> None:
+    dims = dtcp.ParallelDims()
+    dims.build_mesh("cpu")
+    model = nn.Linear(3, 2).double()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    assert float(dtcp.clip_grad_norm_(model, 1.0, dims)) == pytest.approx(2 * math.sqrt(8))
+    assert float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_float64_gradients_are_clipped_too(ranks):
+    ranks.run(1, clip_in_float64)

@@ -100,14 +100,15 @@ def context_parallel_attention(
         if qkv_format == "bhsd":
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         check_layouts(mesh, layout, kv_layout, is_causal)
-        choose_kernel(kernel, query, max(query.size(-1), value.size(-1)))
+        scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+        choose_kernel(kernel, query, max(query.size(-1), value.size(-1)), scale)
     except (ValueError, NotImplementedError) as error:
         if mesh.ndim == 1:
             report_refusal(error, mesh.get_group().group_name, query)
         raise
     kv_layout = kv_layout or layout
-    scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
-    if is_plain(layout, kv_layout) and kernel == "auto" and query.size(-1) == value.size(-1) and not return_lse:
+    is_torchs = kernel == "auto" and query.size(-1) == value.size(-1) and scale > 0 and not return_lse
+    if is_plain(layout, kv_layout) and is_torchs:
         refusal = length_error(query.size(1), key.size(1), layout, kv_layout)
         if refusal is not None:
             raise refusal

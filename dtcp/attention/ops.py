@@ -20,7 +20,7 @@ from dtcp.attention.calls import count_call
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
 from dtcp.collectives import DTYPES, agree, resolve_group
-from dtcp.layout import layout_from_state
+from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
 
 
 @torch.library.custom_op("dtcp::attention_forward", mutates_args=())
@@ -78,11 +78,11 @@ def agreement_fields(query: Tensor, key: Tensor, value: Tensor, call: Call, stra
         "key heads": key.size(2),
         "head dim": query.size(3),
         "value head dim": value.size(3),
-        "query layout": _state_number(call.layout.state),
-        "key layout": _state_number(call.kv_layout.state),
+        **_layout_fields("query", call.layout),
+        **_layout_fields("key", call.kv_layout),
         "is_causal": int(call.is_causal),
-        "scale": int(torch.tensor(call.scale, dtype=torch.float64).view(torch.int64)),
-        "strategy": STRATEGY_NAMES.index(strategy),
+        "scale (its float64 bits)": int(torch.tensor(call.scale, dtype=torch.float64).view(torch.int64)),
+        f"strategy ({_choices(STRATEGY_NAMES)})": STRATEGY_NAMES.index(strategy),
     }
 
 
@@ -93,8 +93,16 @@ def _refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
     return length_error(query.size(1), key.size(1), call.layout, call.kv_layout)
 
 
-def _state_number(state: Tensor) -> int:
-    return hash(tuple(state.tolist()))  # of ints: the same in every process
+def _layout_fields(of: str, layout: SequenceLayout) -> dict[str, int]:
+    return {
+        f"{of} layout ({_choices(LAYOUT_NAMES)})": LAYOUT_NAMES.index(layout.name),
+        f"{of} seq_len": layout.seq_len,
+        f"{of} multiple_of": layout.multiple_of,
+    }
+
+
+def _choices(names: tuple[str, ...]) -> str:
+    return ", ".join(f"{index} {name}" for index, name in enumerate(names))
 
 
 def _call(
@@ -107,7 +115,7 @@ def _call(
         kv_layout=layout_from_state(kv_state),
         is_causal=is_causal,
         scale=scale,
-        kernel=choose_kernel(kernel, query, max(query.size(-1), value.size(-1))),
+        kernel=choose_kernel(kernel, query, max(query.size(-1), value.size(-1)), scale),
     )
 
 

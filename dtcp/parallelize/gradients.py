@@ -108,7 +108,8 @@ def _sum_of_squares(local_gradients: list[Tensor]) -> Tensor:
     held = [gradient for gradient in local_gradients if gradient.numel() > 0]
     if not held:  # small parameters leave some FSDP ranks without a row
         return torch.zeros((), dtype=torch.float64, device=local_gradients[0].device)
-    norms = torch._foreach_norm(held, 2, dtype=torch.float32)
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in held) else torch.float32
+    norms = torch._foreach_norm(held, 2, dtype=dtype)
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
