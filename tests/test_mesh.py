@@ -155,6 +155,8 @@ for name in VIEWS:
     for axis in range(dims.view(name).ndim):
         dist.all_reduce(x, group=dims.view(name).get_group(axis))
     assert x.tolist() == [1, 1, 1] and dims.view(name).size() == 1
+import os
+os._exit(0)  # gloo's teardown at the end of the interpreter aborts now and then
 """
 
 

@@ -68,7 +68,7 @@ def leave(session: Session, code: int, *, together: bool) -> None:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    if session.store is not None:
+    if session.store is not None or dist.is_initialized():
         os._exit(code)
     sys.exit(code)
 
