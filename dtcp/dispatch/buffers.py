@@ -7,7 +7,7 @@ the caller's memory, so views and expanded tensors are as good as any.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,87 +23,167 @@ class LocalBuffers:
         tensors: (tensor, its local contents) of each buffer, no tensor twice.
         kept: Tensors that stay local when the context exits.
         containers: TensorDicts that hold some of them, with their batch size while they are local.
+        outer: The buffers of the context around this one, which are local whenever these are.
     """
 
     def __init__(
-        self, tensors: list[tuple[Tensor, Tensor]], kept: list[Tensor], containers: list[tuple[Any, list[int]]]
+        self,
+        tensors: list[tuple[Tensor, Tensor]],
+        kept: list[Tensor],
+        containers: list[tuple[Any, list[int]]],
+        outer: LocalBuffers | None = None,
     ) -> None:
-        self._tensors = tensors
+        self._buffers = [_Buffer(tensor, local) for tensor, local in tensors]
         self._kept = {id(tensor) for tensor in kept}
         self._containers = containers
-        # Their storages, by address; the tensors above keep them alive and the addresses true.
-        self._storages = {local.untyped_storage()._cdata for _, local in tensors}
+        self._outer = outer
+        self._num_active = 0
+        # By the address of their local storage, which they keep alive; with those of the contexts around.
+        self._by_storage: dict[int, _Buffer] = dict(outer._by_storage) if outer else {}
+        self._by_storage |= {buffer.local.untyped_storage()._cdata: buffer for buffer in self._buffers}
+
+    def cut_by(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has the memory of a buffer of this context or one around it."""
+        return tensor.untyped_storage()._cdata in self._by_storage
 
     @contextlib.contextmanager
-    def local(self, *, save_locally: bool) -> Iterator[None]:
+    def local(self) -> Iterator[None]:
         """Hold the local contents inside the block, and what was there before after it, also after an exception."""
-        if not self._tensors:
+        if not self._by_storage:
             yield
             return
-        before = [_Contents(tensor) for tensor, _ in self._tensors]
+        with contextlib.ExitStack() as stack:
+            if self._outer and not self._outer._num_active:  # recomputation: the contexts around have ended too
+                stack.enter_context(self._outer.local())
+            stack.enter_context(self._pointed())
+            stack.enter_context(self._saving())
+            yield
+        for buffer in self._buffers:
+            if buffer.tensor.requires_grad:
+                raise RuntimeError(
+                    f"a buffer of context_parallel (shape {tuple(buffer.tensor.shape)}) was modified in place by "
+                    "something that needs a gradient, which would end with the context; use an out-of-place operation"
+                )
+
+    @contextlib.contextmanager
+    def _pointed(self) -> Iterator[None]:
+        before = [buffer.tensor.detach() for buffer in self._buffers]
+        were_local = [buffer.is_watched for buffer in self._buffers]
         batch_sizes = [container.batch_size for container, _ in self._containers]
+        self._num_active += 1
         try:
-            for tensor, local in self._tensors:
-                _point_at(tensor, local)
+            self._watch(False)
+            for buffer in self._buffers:
+                buffer.point_at_local()
             for container, batch_size in self._containers:
                 container.batch_size = batch_size
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack) if save_locally else _nothing():
-                yield
+            self._watch(True)
+            yield
         finally:
-            for contents in before:
-                contents.restore()
-            for (container, _), batch_size in zip(self._containers, batch_sizes, strict=True):
-                container.batch_size = batch_size
+            self._num_active -= 1
+            self._watch(False)
+            for buffer, contents in zip(self._buffers, before, strict=True):
+                buffer.point_back_at(contents)
+            for (container, _), size in zip(self._containers, batch_sizes, strict=True):
+                container.batch_size = size
+            for buffer, was_local in zip(self._buffers, were_local, strict=True):
+                buffer.watch(was_local)
+
+    def _watch(self, is_local: bool) -> None:
+        # All at once, never between two that are pointed elsewhere: views of one base share their version.
+        for buffer in self._buffers:
+            buffer.watch(is_local)
 
     def release(self) -> None:
         """At the end of the context: leave those that the caller wants to keep with their local contents."""
-        for tensor, local in self._tensors:
-            if id(tensor) in self._kept:
-                _point_at(tensor, local)
+        kept = [buffer for buffer in self._buffers if id(buffer.tensor) in self._kept]
+        for buffer in kept:
+            buffer.point_at_local()
+        for buffer in kept:
+            buffer.watch(True)
+        for container, batch_size in self._containers:
+            if all(id(tensor) in self._kept for _, tensor in named_tensors(container)):
+                container.batch_size = batch_size
 
-    def _pack(self, saved: Tensor) -> tuple[Tensor, int | None]:
+    def _saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Autograd saves the tensor object, which will be whole again: save an alias of the local memory instead.
 
-        For every other tensor this does what autograd does without hooks: remember the version.
+        Only the innermost hooks are asked, so these ask those around them: of a checkpoint that recomputes, say.
         """
-        if saved.untyped_storage()._cdata in self._storages:
-            return saved.detach(), None
-        return saved, None if saved.is_inference() else saved._version
+        around: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if around is None:
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        pack, unpack = around
+
+        def pack_twice(saved: Tensor) -> _Saved:
+            alias, buffer, version = self._pack(saved)
+            return pack(alias), buffer, None if buffer is None else version
+
+        return torch.autograd.graph.saved_tensors_hooks(pack_twice, lambda packed: unpack(_unpack(packed)))
+
+    def _pack(self, saved: Tensor) -> _Saved:
+        buffer = self._by_storage.get(saved.untyped_storage()._cdata) if saved.layout == torch.strided else None
+        if buffer is None:
+            return saved, None, saved._version
+        return saved.data, buffer, buffer.num_changes  # with a version of its own, not that of the tensor
 
 
-def _unpack(packed: tuple[Tensor, int | None]) -> Tensor:
-    saved, version = packed
-    if version is not None and saved._version != version:
+class _Buffer:
+    """One of them, with how often its local contents were modified in place.
+
+    Autograd counts modifications in the version of the tensor, which views and aliases share, and which also counts
+    while the tensor is whole.
+    """
+
+    def __init__(self, tensor: Tensor, local: Tensor) -> None:
+        self.tensor, self.local = tensor, local
+        self._num_earlier_changes = 0
+        self._watched_version: int | None = None  # that since which changes are those of the local contents
+        self._has_version = not tensor.is_inference()
+
+    @property
+    def is_watched(self) -> bool:
+        return self._watched_version is not None
+
+    @property
+    def num_changes(self) -> int:
+        if self._watched_version is None:
+            return self._num_earlier_changes
+        return self._num_earlier_changes + self.tensor._version - self._watched_version
+
+    def watch(self, is_local: bool) -> None:
+        self._num_earlier_changes = self.num_changes
+        self._watched_version = self.tensor._version if is_local and self._has_version else None
+
+    def point_at_local(self) -> None:
+        self.tensor.data = self.local
+        if self._has_version:
+            # A backward inside the context that saved the whole contents before it ends in torch's own error.
+            torch.autograd.graph.increment_version(self.tensor)
+
+    def point_back_at(self, contents: Tensor) -> None:
+        self.tensor.data = contents
+        if self._has_version:
+            # What was saved for a backward before the context holds again what it held then. Our own change only is
+            # taken back: others, of a base that the tensor is a view of, say, are still seen.
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.tensor._version - 1,))
+
+
+_Saved = tuple[Any, _Buffer | None, int | None]
+"""What autograd keeps: the tensor, the buffer whose local memory it has if any, and its version when it was saved."""
+
+
+def _unpack(packed: _Saved) -> Any:
+    """Return what was saved, unless it was modified since: autograd leaves that check to whoever packs."""
+    saved, buffer, version = packed
+    now = None if version is None else saved._version if buffer is None else buffer.num_changes
+    if now != version:
+        what = saved if buffer is None else buffer.local
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{saved.type()} of shape {list(saved.shape)} is at version {saved._version}; expected version {version}"
+            f"{what.type()} of shape {list(what.shape)} is at version {now}; expected version {version}"
         )
     return saved
-
-
-class _Contents:
-    """What a tensor holds now, to be put back."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._alias = tensor.detach()
-        self._version = None if tensor.is_inference() else tensor._version
-
-    def restore(self) -> None:
-        self._tensor.data = self._alias
-        if self._version is not None:
-            # What was saved for a backward before the context holds again what it held then.
-            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
-
-
-def _point_at(tensor: Tensor, contents: Tensor) -> None:
-    tensor.data = contents
-    if not tensor.is_inference():
-        # A backward inside the context that saved the whole contents before it ends in torch's own error.
-        torch.autograd.graph.increment_version(tensor)
-
-
-_nothing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def refuse_graph(buffers: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from dtcp.collectives import check_mesh
 from dtcp.containers import named_tensors
 from dtcp.dispatch.buffers import LocalBuffers, refuse_graph
 from dtcp.dispatch.entry import entered
-from dtcp.dispatch.frames import Frame
+from dtcp.dispatch.frames import Frame, current
 from dtcp.layout import SequenceLayout, make_layout
 from dtcp.shard import shard, unshard
 
@@ -67,7 +67,7 @@ def context_parallel(
     *,
     buffers: Any = None,
     buffer_seq_dims: Sequence[int] | int | None = None,
-    no_restore_buffers: set[Tensor] | None = None,
+    no_restore_buffers: Iterable[Tensor] | None = None,
     buffer_pad_values: Sequence[float] | float | None = None,
     layout: str = "head_tail",
     strategy: str = "ring",
@@ -86,7 +86,9 @@ def context_parallel(
         mesh: 1-D mesh of the cp axis. With one rank nothing is cut and attention is torch's own.
         buffers: Tensors, equal on every cp rank, whose contents become this rank's part inside the block: a list of
             tensors, nested containers or TensorDicts. They get memory of their own; theirs is put back at the end,
-            also after an exception, and never written to. What autograd saves inside keeps the local contents.
+            also after an exception, and never written to. What autograd saves inside keeps the local contents; what
+            is written to a buffer inside is written to these, and gone after the block unless it is in
+            ``no_restore_buffers``. Contexts nest, but a buffer is cut by one of them only.
         buffer_seq_dims: Sequence dim of each buffer; may be negative.
         no_restore_buffers: Those that stay local after the block.
         buffer_pad_values: What pad slots hold, for each buffer (a number holds for all). Floats default to 0;
@@ -108,7 +110,7 @@ def context_parallel(
         raise NotImplementedError("context_parallel does not know documents yet; use documents=None")
     listed = _list_buffers(buffers, buffer_seq_dims, buffer_pad_values)
     sequence = make_layout(layout, seq_len=_sequence_length(listed, seq_len), cp=mesh.size())
-    local_buffers = _cut_buffers(listed, no_restore_buffers or set(), mesh, sequence)
+    local_buffers = _cut_buffers(listed, no_restore_buffers or (), mesh, sequence)
     counter = CallCounter()
     frame = Frame(
         group_name=mesh.get_group().group_name,
@@ -165,47 +167,97 @@ def _sequence_length(buffers: list[tuple[Any, int, float | None]], seq_len: int 
 
 
 def _cut_buffers(
-    buffers: list[tuple[Any, int, float | None]], kept: set[Tensor], mesh: DeviceMesh, layout: SequenceLayout
+    buffers: list[tuple[Any, int, float | None]], kept: Iterable[Tensor], mesh: DeviceMesh, layout: SequenceLayout
 ) -> LocalBuffers:
-    tensors: dict[int, tuple[Tensor, Tensor, int]] = {}
+    tensors: dict[int, tuple[Tensor, int, float]] = {}
     containers: list[tuple[Any, list[int]]] = []
+    outer = current.frame.buffers if current.frame is not None else None
     for index, (buffer, dim, pad_value) in enumerate(buffers):
         refuse_graph(buffer)
-        for name, tensor in named_tensors(buffer, str(index)):
-            seq_dim = dim % tensor.ndim
-            if id(tensor) in tensors and tensors[id(tensor)][2] != seq_dim:
-                raise ValueError(f"buffer {name} is listed twice, with different sequence dims")
-            pads = _pad_value(name, tensor, pad_value, layout, index, len(buffers))
-            with torch.no_grad():
-                local = shard(tensor.detach(), mesh, layout, dim=seq_dim, pad_value=pads)
-            tensors[id(tensor)] = (tensor, local, seq_dim)
+        for name, tensor in _held_tensors(buffer, str(index)):
+            if outer is not None and outer.cut_by(tensor):
+                raise ValueError(
+                    f"buffer {name} is a buffer of the context around this one too and is cut already; leave that "
+                    "context first, or list it in one of them only (seq_len= says how long the sequence is)"
+                )
+            cut = (tensor, dim % tensor.ndim, _pad_value(tensor, pad_value, layout, buffers, name))
+            if tensors.setdefault(id(tensor), cut)[1:] != cut[1:]:
+                raise ValueError(
+                    f"buffer {name} is listed twice, with (sequence dim, pad value) {tensors[id(tensor)][1:]} and "
+                    f"{cut[1:]}; list it once, or pass a copy (x.clone())"
+                )
         containers += _tensordicts(buffer, dim, layout)
-    for tensor in kept:
-        if id(tensor) not in tensors:
-            raise ValueError(f"no_restore_buffers has a tensor of shape {tuple(tensor.shape)} that is not in buffers")
+    kept = list(kept)
+    _check_kept(kept, set(tensors), containers)
     if layout.cp == 1:
-        return LocalBuffers([], [], [])
-    return LocalBuffers([(tensor, local) for tensor, local, _ in tensors.values()], list(kept), containers)
+        return LocalBuffers([], [], [], outer)
+    local = [(tensor, _cut(tensor, mesh, layout, dim, pad_value)) for tensor, dim, pad_value in tensors.values()]
+    return LocalBuffers(local, kept, containers, outer)
+
+
+def _cut(tensor: Tensor, mesh: DeviceMesh, layout: SequenceLayout, dim: int, pad_value: float) -> Tensor:
+    # An inference tensor stays one, and no other becomes one: else it would change its kind with its contents.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        return shard(tensor.detach(), mesh, layout, dim=dim, pad_value=pad_value)
+
+
+def _held_tensors(buffer: Any, name: str) -> list[tuple[str, Tensor]]:
+    """Tensors of ``buffer`` with their names, if it holds them: a lazy stack makes new ones whenever it is asked."""
+    found = named_tensors(buffer, name)
+    for (where, tensor), (_, again) in zip(found, named_tensors(buffer, name), strict=True):
+        if tensor is not again:
+            raise ValueError(
+                f"buffer {where} is made anew by its {type(buffer).__name__} at every access, so it cannot be cut in "
+                "place; pass a TensorDict that holds its tensors (x.contiguous())"
+            )
+        if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            raise ValueError(
+                f"buffer {where} is a {type(tensor).__name__}, which cannot be cut in place; pass a plain tensor "
+                "(x.full_tensor() of a DTensor)"
+            )
+    return found
+
+
+def _check_kept(kept: list[Tensor], listed: set[int], containers: list[tuple[Any, list[int]]]) -> None:
+    for tensor in kept:
+        if id(tensor) not in listed:
+            raise ValueError(f"no_restore_buffers has a tensor of shape {tuple(tensor.shape)} that is not in buffers")
+    ids = {id(tensor) for tensor in kept}
+    for container, _ in containers:
+        are_kept = {name: id(tensor) in ids for name, tensor in named_tensors(container)}
+        if len(set(are_kept.values())) > 1:
+            raise ValueError(
+                f"no_restore_buffers has some tensors of a TensorDict and not others ({are_kept}), which would then "
+                "have two sequence lengths; put all of them in, or none"
+            )
 
 
 def _pad_value(
-    name: str, tensor: Tensor, value: float | None, layout: SequenceLayout, index: int, num_buffers: int
+    tensor: Tensor, value: float | None, layout: SequenceLayout, buffers: list[tuple[Any, int, float | None]], name: str
 ) -> float:
     if value is not None:
         return value
     if layout.padded_seq_len > layout.seq_len and not (tensor.is_floating_point() or tensor.is_complex()):
-        example = ["0"] * num_buffers
-        example[index] = "-100"
         raise ValueError(
             f"{layout.seq_len} tokens are padded to {layout.padded_seq_len} for cp={layout.cp}, and buffer {name} is "
-            f"of dtype {tensor.dtype}: say what pad slots hold, for instance buffer_pad_values=[{', '.join(example)}] "
-            "(-100 for labels, 0 for tokens and positions)"
+            f"of dtype {tensor.dtype}: say what pad slots hold, for instance "
+            f"buffer_pad_values={_example_pad_values(buffers)} (-100 for labels, 0 for tokens and positions)"
         )
     return 0
 
 
+def _example_pad_values(buffers: list[tuple[Any, int, float | None]]) -> list[float]:
+    """Values that the dtypes can hold: -100 where it can be labels, a signed buffer not before the tokens, else 0."""
+    values: list[float] = []
+    for index, (buffer, _, value) in enumerate(buffers):
+        is_signed = isinstance(buffer, Tensor) and buffer.dtype in (torch.int64, torch.int32)
+        can_be_labels = is_signed and (index > 0 or len(buffers) == 1)
+        values.append(value if value is not None else -100 if can_be_labels else 0)
+    return values
+
+
 def _tensordicts(buffer: Any, dim: int, layout: SequenceLayout) -> list[tuple[Any, list[int]]]:
-    """TensorDicts in ``buffer``, outermost first, with the batch size that they have while local."""
+    """TensorDicts in ``buffer``, innermost first, with the batch size that they have while local."""
     tensordict = sys.modules.get("tensordict")
     if tensordict is None or not tensordict.is_tensor_collection(buffer):
         values = buffer.values() if isinstance(buffer, dict) else buffer if isinstance(buffer, (list, tuple)) else []
@@ -218,7 +270,7 @@ def _tensordicts(buffer: Any, dim: int, layout: SequenceLayout) -> list[tuple[An
         return found
     batch_size = list(buffer.batch_size)
     batch_size[dim] = layout.local_seq_len
-    return [(buffer, batch_size), *found]
+    return [*found, (buffer, batch_size)]
 
 
 def _check_calls(num_calls: int, expected: int | None) -> None:

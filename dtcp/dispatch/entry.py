@@ -11,15 +11,10 @@ from dtcp.recompute import Restore, captures_state
 
 
 @contextlib.contextmanager
-def entered(frame: Frame, *, save_locally: bool = True) -> Iterator[None]:
-    """Make ``frame`` the current one of this thread, with redirected attention and local buffers.
-
-    Args:
-        save_locally: Keep the local contents of buffers for what autograd saves meanwhile. Not while a non-reentrant
-            checkpoint recomputes: that collects what is saved by hooks of its own, which ours would hide.
-    """
+def entered(frame: Frame) -> Iterator[None]:
+    """Make ``frame`` the current one of this thread, with redirected attention and local buffers."""
     previous = current.frame
-    with redirected_attention(), frame.buffers.local(save_locally=save_locally):
+    with redirected_attention(), frame.buffers.local():
         current.frame = frame
         try:
             yield
@@ -36,6 +31,6 @@ def _reenter_current_frame() -> Restore | None:
     def restore(is_reentrant: bool) -> contextlib.AbstractContextManager[None]:
         if current.frame is frame:
             return contextlib.nullcontext()
-        return entered(frame, save_locally=is_reentrant)
+        return entered(frame)
 
     return restore
