@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
-Restore = Callable[[bool], AbstractContextManager[None]]
-"""Called in the backward with whether the recomputation is a reentrant one."""
+Restore = Callable[[], AbstractContextManager[None]]
+"""Called in the backward, around what is recomputed."""
 
 _captures: list[Callable[[], Restore | None]] = []
 
@@ -26,7 +26,7 @@ def captures_state(capture: Callable[[], Restore | None]) -> Callable[[], Restor
     return capture
 
 
-def _restoring(fn: Callable[..., Any], is_reentrant: bool) -> Callable[..., Any]:
+def _restoring(fn: Callable[..., Any]) -> Callable[..., Any]:
     restores = [restore for capture in _captures if (restore := capture()) is not None]
     if not restores:
         return fn
@@ -34,7 +34,7 @@ def _restoring(fn: Callable[..., Any], is_reentrant: bool) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for restore in restores:
-                stack.enter_context(restore(is_reentrant))
+                stack.enter_context(restore())
             return fn(*args, **kwargs)
 
     return run
@@ -65,12 +65,12 @@ class _CheckpointPatch:
         self._function = function = torch_checkpoint.CheckpointFunction
 
         def restoring_generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return generator(_restoring(fn, False), *args, **kwargs)
+            return generator(_restoring(fn), *args, **kwargs)
 
         class RestoringCheckpointFunction:
             @staticmethod
             def apply(fn: Callable[..., Any], *args: Any) -> Any:
-                return function.apply(_restoring(fn, True), *args)
+                return function.apply(_restoring(fn), *args)
 
         torch_checkpoint._checkpoint_without_reentrant_generator = restoring_generator
         torch_checkpoint.CheckpointFunction = RestoringCheckpointFunction  # type: ignore[misc, assignment]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import check_mesh
@@ -27,6 +28,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool,
     for name, x in named:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a forward-mode tangent, which attention does not carry on; use reference_attention"
+            )
         if hasattr(x, "placements"):  # a DTensor, told without loading its module
             raise NotImplementedError(f"{name} is a DTensor, which is not available yet; pass {name}.to_local()")
         if x.ndim != 4 or 0 in x.shape:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dtcp.attention.api import report_refusal
+from dtcp.attention.api import autocast_inputs, report_refusal
 from dtcp.attention.arguments import check_inputs
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
@@ -38,6 +38,7 @@ def attend(
         unbatched = query.ndim == 3
         if unbatched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        query, key, value = autocast_inputs(query, key, value)
         check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format="bhsd")
         kernel = _allowed_kernel(frame.kernel, query, max(query.size(-1), value.size(-1)))
     except (ValueError, NotImplementedError) as error:

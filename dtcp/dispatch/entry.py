@@ -28,7 +28,7 @@ def _reenter_current_frame() -> Restore | None:
     if frame is None:
         return None
 
-    def restore(is_reentrant: bool) -> contextlib.AbstractContextManager[None]:
+    def restore() -> contextlib.AbstractContextManager[None]:
         if current.frame is frame:
             return contextlib.nullcontext()
         return entered(frame)

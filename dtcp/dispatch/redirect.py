@@ -74,6 +74,17 @@ def _kernel(
     return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
+def _transform_kernel(*args: Any, **kwargs: Any) -> Tensor:
+    """Under ``torch.vmap`` and other transforms the operator would be taken apart before ``_kernel`` sees it."""
+    frame = current.frame
+    if frame is not None and not frame.is_plain:
+        raise NotImplementedError(
+            "attention under torch.vmap, func.grad, func.vjp or func.jvp (forward mode) inside context_parallel is not "
+            "available; give vmap's dim as a batch dim, and use torch.autograd"
+        )
+    return _operator.decompose(*args, **kwargs)
+
+
 def _is_traced(x: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -106,6 +117,7 @@ class _Patches:
         library = torch.library.Library("aten", "IMPL")
         for key in _KEYS:
             library.impl("scaled_dot_product_attention", _kernel, key)
+        library.impl("scaled_dot_product_attention", _transform_kernel, "FuncTorchDynamicLayerFrontMode")
         self._stack.callback(library._destroy)
         checkpoint_patch.acquire()
         self._stack.callback(checkpoint_patch.release)

@@ -137,7 +137,7 @@ def _capture_sequences() -> Restore | None:
     states = [(weakref.ref(module), module._dtcp_state, module._dtcp_is_plain) for module in _modules]
 
     @contextlib.contextmanager
-    def restore(is_reentrant: bool) -> Iterator[None]:
+    def restore() -> Iterator[None]:
         alive = [(module, state, plain) for ref, state, plain in states if (module := ref()) is not None]
         later = [(module, module._dtcp_state, module._dtcp_is_plain) for module, _, _ in alive]
         _set_states(alive)
