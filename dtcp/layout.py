@@ -23,7 +23,6 @@ Integers = npt.NDArray[np.int64]
 
 LAYOUT_NAMES = ("contiguous", "head_tail", "striped")
 _PLANNED_LAYOUTS = ("per_document", "auto")
-STATE_SIZE = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,3 +221,17 @@ def check_two_meshes(rank: int, world: int) -> None:
 
 def test_two_models_on_two_meshes_do_not_see_each_other(ranks):
     ranks.run(4, check_two_meshes)
+
+
+def check_one_rank_refuses(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    _, cut = make_pair()
+    parallelize(cut, mesh)
+    dtcp.set_sequence(cut, dtcp.make_layout("head_tail", seq_len=8 * world, cp=world))
+    query = torch.randn(1, 4, 8, 8)
+    with pytest.raises((ValueError, RuntimeError), match="one head dim" if rank else r"rank\(s\) \[1\] .*refused"):
+        cut[0].sdpa(query, query[..., :4] if rank else query, query)
+
+
+def test_a_refusal_of_one_rank_reaches_the_others(ranks):
+    ranks.run(2, check_one_rank_refuses)

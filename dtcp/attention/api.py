@@ -95,12 +95,10 @@ def context_parallel_attention(
             attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap, dropout_p=dropout_p,
         )  # fmt: skip
         check_strategy(strategy, ulysses_degree)
-        query, key, value = autocast_inputs(query, key, value)
-        check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format=qkv_format)
-        if qkv_format == "bhsd":
-            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        query, key, value, scale = prepare_inputs(
+            query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format=qkv_format
+        )
         check_layouts(mesh, layout, kv_layout, is_causal)
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
         choose_kernel(kernel, query, max(query.size(-1), value.size(-1)), scale)
     except (ValueError, NotImplementedError) as error:
         if mesh.ndim == 1:
@@ -130,7 +128,18 @@ def is_plain(layout: SequenceLayout, kv_layout: SequenceLayout) -> bool:
     return layout.cp == 1 and all(of.padded_seq_len == of.seq_len for of in (layout, kv_layout))
 
 
-def autocast_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def prepare_inputs(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, enable_gqa: bool, qkv_format: str
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return what the attention op takes: checked inputs as (B, S_local, H, D), cast by autocast, and the scale."""
+    query, key, value = _autocast(query, key, value)
+    check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format=qkv_format)
+    if qkv_format == "bhsd":
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return query, key, value, 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for scaled_dot_product_attention, which a custom op would miss."""
     if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
         return query, key, value

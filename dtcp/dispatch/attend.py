@@ -6,14 +6,12 @@ the batch dim.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dtcp.attention.api import autocast_inputs, report_refusal
-from dtcp.attention.arguments import check_inputs
+from dtcp.attention.api import prepare_inputs, report_refusal
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
 
@@ -38,22 +36,15 @@ def attend(
         unbatched = query.ndim == 3
         if unbatched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-        query, key, value = autocast_inputs(query, key, value)
-        check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format="bhsd")
+        query, key, value, scale = prepare_inputs(
+            query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd"
+        )
         kernel = _allowed_kernel(frame.kernel, query, max(query.size(-1), value.size(-1)))
     except (ValueError, NotImplementedError) as error:
         report_refusal(error, frame.group_name, query)
         raise
-    scale = 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
     out, _ = attention_forward(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        frame.state,
-        frame.state,
-        frame.group_name,
-        is_causal,
-        scale,
-        frame.strategy,
-        kernel,
+        query, key, value, frame.state, frame.state, frame.group_name, is_causal, scale, frame.strategy, kernel
     )
     out = out.transpose(1, 2)
     return out.squeeze(0) if unbatched else out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 import dtcp.attention.sharding  # noqa: F401  # DTensor is loaded here: teach it the attention ops
-from dtcp.attention.api import autocast_inputs, is_plain
-from dtcp.attention.arguments import check_format, check_inputs, check_strategy
+from dtcp.attention.api import is_plain, prepare_inputs, report_refusal
+from dtcp.attention.arguments import check_format, check_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.ops import attention_forward
 from dtcp.collectives import check_mesh
@@ -102,12 +101,14 @@ class _ContextParallelModule(nn.Module):
                 f"{type(self).__name__} does not know the sequence; call dtcp.set_sequence(model, layout) before the "
                 "step"
             )
-        query, key, value = autocast_inputs(query, key, value)
-        check_inputs(query, key, value, enable_gqa=True, qkv_format=self._dtcp_format)
-        if self._dtcp_format == "bhsd":
-            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         plan, state = self._dtcp_plan, self._dtcp_state
-        scale = 1 / math.sqrt(query.size(-1)) if self._dtcp_scale is None else float(self._dtcp_scale)
+        try:
+            query, key, value, scale = prepare_inputs(
+                query, key, value, scale=self._dtcp_scale, enable_gqa=True, qkv_format=self._dtcp_format
+            )
+        except (ValueError, NotImplementedError) as error:
+            report_refusal(error, plan.group_name, query)
+            raise
         out, _ = attention_forward(
             query, key, value, state, state, plan.group_name, plan.is_causal, scale, plan.strategy, plan.kernel
         )
