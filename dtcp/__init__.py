@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 # import that comes first and rebinds it makes `dtcp.shard` the function for good.
 from dtcp.shard import check_same_batch, shard, shift_labels, unshard
 
+# At once too: where dtcp is imported, attention of DTensors that are cut along the sequence is context parallel.
+import dtcp.dispatch.door  # noqa: F401  # isort: skip
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dtcp.attention.api import context_parallel_attention
     from dtcp.attention.reference import reference_attention
     from dtcp.dispatch.context import context_parallel
+    from dtcp.dispatch.tagged import as_dtensor
     from dtcp.layout import SequenceLayout, Tile, make_layout
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
@@ -30,6 +34,7 @@ _HOME = {
     "SequenceLayout": "dtcp.layout",
     "Tile": "dtcp.layout",
     "apply_fsdp": "dtcp.parallelize.fsdp",
+    "as_dtensor": "dtcp.dispatch.tagged",
     "clip_grad_norm_": "dtcp.parallelize.gradients",
     "context_parallel": "dtcp.dispatch.context",
     "context_parallel_attention": "dtcp.attention.api",
@@ -48,6 +53,7 @@ __all__ = [
     "Tile",
     "__version__",
     "apply_fsdp",
+    "as_dtensor",
     "check_same_batch",
     "clip_grad_norm_",
     "context_parallel",

@@ -33,7 +33,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool,
                 f"{name} has a forward-mode tangent, which attention does not carry on; use reference_attention"
             )
         if hasattr(x, "placements"):  # a DTensor, told without loading its module
-            raise NotImplementedError(f"{name} is a DTensor, which is not available yet; pass {name}.to_local()")
+            raise NotImplementedError(
+                f"{name} is a DTensor and this call takes a rank's own part; pass {name}.to_local(), or call "
+                "F.scaled_dot_product_attention, which takes DTensors"
+            )
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(f"{name} must be a non-empty 4-D tensor in {qkv_format} order, got shape {tuple(x.shape)}")
         if x.dtype not in FLOAT_DTYPES:

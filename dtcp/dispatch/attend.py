@@ -6,7 +6,7 @@ the batch dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +15,22 @@ from dtcp.attention.api import prepare_inputs, report_refusal
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
 
-if TYPE_CHECKING:
-    from dtcp.dispatch.frames import Frame
+
+class Settings(Protocol):
+    """What of a frame a call needs."""
+
+    @property
+    def group_name(self) -> str: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def state(self) -> Tensor: ...
 
 
 def attend(
-    frame: Frame,
+    frame: Settings,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -32,7 +42,7 @@ def attend(
 ) -> Tensor:
     """Return context parallel attention with the arguments of ``scaled_dot_product_attention``."""
     try:
-        _check_options(query, key, attn_mask, dropout_p, is_causal)
+        check_options(query, key, attn_mask, dropout_p, is_causal)
         unbatched = query.ndim == 3
         if unbatched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -50,21 +60,24 @@ def attend(
     return out.squeeze(0) if unbatched else out
 
 
-def _check_options(query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
+def check_options(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    where: str = "inside context_parallel",
+) -> None:
+    """Raise for arguments of ``scaled_dot_product_attention`` that a part of the sequence cannot be given."""
     if attn_mask is not None:
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(attn_mask.shape)} inside context_parallel: a mask over this rank's tokens "
+            f"attn_mask of shape {tuple(attn_mask.shape)} {where}: a mask over this rank's tokens "
             "cannot say what they see of other ranks, and masks over all keys are not available yet; use is_causal"
         )
     if dropout_p:
-        raise NotImplementedError(
-            f"attention dropout is not available yet inside context_parallel, got dropout_p={dropout_p}; use 0.0"
-        )
+        raise NotImplementedError(f"attention dropout is not available yet {where}, got dropout_p={dropout_p}; use 0.0")
     if is_causal and query.size(-2) != key.size(-2):
-        raise ValueError(
-            f"is_causal inside context_parallel needs as many keys as queries, got {key.size(-2)} and "
-            f"{query.size(-2)} on this rank"
-        )
+        raise ValueError(f"is_causal {where} needs as many keys as queries, got {key.size(-2)} and {query.size(-2)}")
 
 
 def _enabled_kernels() -> tuple[str, ...]:

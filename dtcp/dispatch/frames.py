@@ -40,3 +40,11 @@ class _Current(threading.local):
 
 
 current = _Current()
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether ``x`` stands for another tensor while a graph is made."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor))

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtcp.dispatch.attend import attend
-from dtcp.dispatch.frames import current
+from dtcp.dispatch.door import is_dtensor
+from dtcp.dispatch.frames import current, is_traced
 from dtcp.recompute import checkpoint_patch
 
 _builtin = torch._C._nn.scaled_dot_product_attention
@@ -43,6 +44,10 @@ def redirected(
     if frame is None or frame.is_plain:
         # The operator, not the builtin, which would bring Dynamo here again.
         return _operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+        from dtcp.dispatch.dtensors import attend_in_context
+
+        return attend_in_context(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -60,12 +65,12 @@ def _kernel(
     """The operator's kernel while a context is active somewhere."""
     frame = current.frame
     if frame is None or frame.is_plain:
-        if frame is not None and not _is_traced(query):
+        if frame is not None and not is_traced(query):
             frame.counter.num_calls += 1
         return _operator.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if _is_traced(query):
+    if is_traced(query):
         raise RuntimeError(
             "scaled_dot_product_attention is being compiled inside context_parallel by a route that dtcp does not see, "
             "which would attend to this rank's tokens only; call F.scaled_dot_product_attention or "
@@ -83,13 +88,6 @@ def _transform_kernel(*args: Any, **kwargs: Any) -> Tensor:
             "available; give vmap's dim as a batch dim, and use torch.autograd"
         )
     return _operator.decompose(*args, **kwargs)
-
-
-def _is_traced(x: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 class _Patches:

@@ -19,6 +19,8 @@ from dtcp.attention.arguments import check_format, check_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.ops import attention_forward
 from dtcp.collectives import check_mesh
+from dtcp.dispatch.door import is_dtensor
+from dtcp.dispatch.dtensors import attend_over_group
 from dtcp.layout import SequenceLayout
 from dtcp.recompute import Restore, captures_state, checkpoint_patch
 
@@ -102,6 +104,8 @@ class _ContextParallelModule(nn.Module):
                 "step"
             )
         plan, state = self._dtcp_plan, self._dtcp_state
+        if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+            return self._attend_dtensors(query, key, value)
         try:
             query, key, value, scale = prepare_inputs(
                 query, key, value, scale=self._dtcp_scale, enable_gqa=True, qkv_format=self._dtcp_format
@@ -113,6 +117,16 @@ class _ContextParallelModule(nn.Module):
             query, key, value, state, state, plan.group_name, plan.is_causal, scale, plan.strategy, plan.kernel
         )
         return out.transpose(1, 2) if self._dtcp_format == "bhsd" else out
+
+    def _attend_dtensors(self, *tensors: Tensor) -> Tensor:
+        """Each rank its heads and rows."""
+        is_swapped = self._dtcp_format == "bshd"
+        query, key, value = (x.transpose(1, 2) for x in tensors) if is_swapped else tensors
+        plan, state = self._dtcp_plan, self._dtcp_state
+        assert state is not None
+        names = plan.group_name, plan.strategy, plan.kernel
+        out = attend_over_group(names, state, query, key, value, None, 0.0, plan.is_causal, self._dtcp_scale, True)
+        return out.transpose(1, 2) if is_swapped else out
 
 
 _modules: weakref.WeakSet[_ContextParallelModule] = weakref.WeakSet()

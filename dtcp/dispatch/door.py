@@ -1,0 +1,48 @@
+"""The way of DTensors into attention: one kernel, registered when dtcp is imported, that other tensors never meet.
+
+``PythonTLSSnapshot`` is the first dispatch key that a DTensor has and a plain tensor has not. It comes before
+autograd, so the call is met whole, in training and in inference, and when AOTAutograd traces a compiled one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_operator = torch.ops.aten.scaled_dot_product_attention.default
+_KEY = "PythonTLSSnapshot"
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is a DTensor, or one with a layout (``as_dtensor``); told without loading their modules."""
+    return isinstance(x, Tensor) and hasattr(x, "placements")
+
+
+def _kernel(
+    keyset: torch._C.DispatchKeySet,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if any(is_dtensor(x) for x in (query, key, value)):
+        from dtcp.dispatch.dtensors import attend_dtensors
+
+        out = attend_dtensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
+    rest = keyset.remove(getattr(torch._C.DispatchKey, _KEY))
+    return _operator.redispatch(
+        rest, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("scaled_dot_product_attention", _kernel, _KEY, with_keyset=True)

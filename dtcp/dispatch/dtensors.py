@@ -1,0 +1,278 @@
+"""Attention of DTensors: context parallel if cut along the sequence; if over heads or rows, each rank does its own.
+
+Shapes: query (B, Hq, S, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), global. A plain DTensor with Shard(2) has the
+sequence in equal parts, the last ones shorter if need be (layout ``contiguous``); ``as_dtensor`` makes others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from dtcp.attention.api import prepare_inputs
+from dtcp.attention.ops import attention_forward
+from dtcp.dispatch.attend import attend, check_options
+from dtcp.dispatch.frames import Frame, current, is_traced
+from dtcp.dispatch.tagged import LayoutTensor, same_layout
+from dtcp.layout import make_layout
+
+_BATCH, _HEADS, _SEQUENCE = 0, 1, 2
+_NAMES = ("query", "key", "value")
+Distributed = DTensor | LayoutTensor
+
+
+def attend_dtensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """Return attention with the arguments of ``scaled_dot_product_attention``, some of query, key, value DTensors.
+
+    None if it is torch's own to do: nothing is cut along the sequence, and the ranks cannot each do their own part.
+    """
+    tensors = (query, key, value)
+    frame = current.frame
+    if frame is not None and not frame.is_plain:
+        return attend_in_context(frame, *tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not any(_is_cut_along_sequence(x) for x in tensors):
+        if attn_mask is not None or dropout_p or _refusal(tensors) is not None:
+            return None
+        each = functools.partial(
+            F.scaled_dot_product_attention, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return on_local_parts(each, *tensors)
+    refusal = _refusal(tensors)
+    if refusal is not None:
+        raise refusal
+    check_options(query, key, attn_mask, dropout_p, is_causal, "with DTensors cut along the sequence")
+    call: Callable[..., Tensor] = _attend_tagged if isinstance(query, LayoutTensor) else _attend_plain
+    return call(*tensors, is_causal, scale, enable_gqa)
+
+
+def attend_in_context(
+    frame: Frame,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Inside ``context_parallel``, which says how the sequence is cut, DTensors may be cut over heads and rows."""
+    return attend_over_group(
+        (frame.group_name, frame.strategy, frame.kernel), frame.state, query, key, value, attn_mask, dropout_p,
+        is_causal, scale, enable_gqa,
+    )  # fmt: skip
+
+
+class _Settings(NamedTuple):
+    group_name: str
+    strategy: str
+    kernel: str
+    state: Tensor
+
+
+@torch.compiler.allow_in_graph  # Dynamo cannot compare placements; what it has to guard is read from the frame above
+def attend_over_group(
+    names: tuple[str, str, str], state: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> Tensor:
+    """``attend`` with DTensors: (group_name, strategy, kernel) and the layout come from a context or a plan."""
+    settings = _Settings(*names, state)
+
+    def attend_part(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(settings, query, key, value, *options)
+
+    return on_local_parts(attend_part, query, key, value, group_name=settings.group_name)
+
+
+def on_local_parts(
+    attend_parts: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor, group_name: str | None = None
+) -> Tensor:
+    """Call ``attend_parts`` with this rank's heads and rows of query, key and value, and give its result as a DTensor.
+
+    Args:
+        group_name: That of the cp group, if a context or a plan says how the sequence is cut: the DTensors must not
+            say anything about it themselves.
+    """
+    refusal = _refusal(tensors, group_name)
+    if refusal is not None:
+        raise refusal
+    query = tensors[0]
+    assert isinstance(query, DTensor)
+    out = attend_parts(*(x.to_local() for x in tensors))  # type: ignore[attr-defined]
+    return _from_local(out, query)
+
+
+def _attend_plain(
+    query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    axis = _sequence_axes(query)[0]
+    cp, group_name = query.device_mesh.size(axis), query.device_mesh.get_group(axis).group_name
+    parts, states = [], []
+    for name, x in zip(_NAMES, (query, key, value), strict=True):
+        # A length of its own for each graph: torch loses the sizes of a dynamic DTensor on the way to the backward.
+        seq_len, local = int(x.size(_SEQUENCE)), x.to_local()
+        if seq_len % cp and is_traced(local):
+            raise NotImplementedError(
+                f"{name}: {seq_len} tokens cut unevenly over {cp} ranks under torch.compile, whose cache would give "
+                "one rank the graph of another; use as_dtensor, which has as many slots on each rank, or pad"
+            )
+        # The op wants as many slots on each rank. The last ranks of an uneven DTensor have fewer tokens, or none.
+        slots = -(-seq_len // cp)
+        parts.append(F.pad(local, (0, 0, 0, slots - local.size(_SEQUENCE))) if seq_len % cp else local)
+        states.append(_contiguous_state(seq_len, cp, local))
+    q, k, v, scale = prepare_inputs(*parts, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
+    out, _ = attention_forward(q, k, v, *states[:2], group_name, is_causal, scale, "ring", "auto")
+    return _from_local(out.transpose(1, 2)[:, :, : query.to_local().size(_SEQUENCE)], query)
+
+
+def _attend_tagged(
+    query: LayoutTensor, key: LayoutTensor, value: LayoutTensor, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    tag = query.tag
+    kv_state = same_layout(key.state, value.state)
+    q, k, v, scale = prepare_inputs(
+        *(x.to_local() for x in (query, key, value)), scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd"
+    )
+    out, _ = attention_forward(
+        q, k, v, query.state, kv_state, tag.group_name, is_causal, scale, tag.strategy, tag.kernel
+    )
+    return query.with_local(out.transpose(1, 2))
+
+
+def _contiguous_state(seq_len: int, cp: int, local: Tensor) -> Tensor:
+    if is_traced(local):  # beside fake tensors a real one has no place
+        return contiguous_state(seq_len, cp)
+    return make_layout("contiguous", seq_len=seq_len, cp=cp).state
+
+
+@torch.library.custom_op("dtcp::contiguous_state", mutates_args=())
+def contiguous_state(seq_len: int, cp: int) -> Tensor:
+    """``make_layout("contiguous", …).state``, made when a compiled graph runs."""
+    return make_layout("contiguous", seq_len=seq_len, cp=cp).state.clone()
+
+
+@contiguous_state.register_fake
+def _(seq_len: int, cp: int) -> Tensor:
+    return torch.empty(5, dtype=torch.int64, device="cpu")
+
+
+def _from_local(out: Tensor, query: DTensor) -> Tensor:
+    """``out`` (B, Hq, S_local, Dv), a view of (B, S_local, Hq, Dv), as a DTensor that is cut as ``query`` is."""
+    batch, heads, seq_len, _ = query.shape
+    width = out.size(-1)
+    stride = (seq_len * heads * width, width, heads * width, 1)
+    return DTensor.from_local(
+        out, query.device_mesh, query.placements, shape=torch.Size((batch, heads, seq_len, width)), stride=stride
+    )
+
+
+def _sequence_axes(x: Distributed) -> list[int]:
+    """Mesh axes over which the sequence is cut. An axis of one rank cuts nothing."""
+    return [
+        axis
+        for axis, placement in enumerate(x.placements)
+        if placement.is_shard(_SEQUENCE) and x.device_mesh.size(axis) > 1
+    ]
+
+
+def _is_cut_along_sequence(x: Tensor) -> bool:
+    if isinstance(x, LayoutTensor):
+        return True
+    return isinstance(x, DTensor) and x.ndim == 4 and bool(_sequence_axes(x))
+
+
+def _refusal(tensors: Sequence[Tensor], group_name: str | None = None) -> Exception | None:
+    """Why query, key and value cannot be attended to rank by rank, alike on every rank; None if they can."""
+    for name, x in zip(_NAMES, tensors, strict=True):
+        if not isinstance(x, Distributed):
+            return ValueError(
+                f"{name} is a plain tensor beside DTensors; pass query, key and value all as DTensors, or all as "
+                "local tensors (x.to_local())"
+            )
+        if x.ndim != 4:
+            return ValueError(f"{name} must be a 4-D DTensor (B, H, S, D), got shape {tuple(x.shape)}")
+    query, key, value = tensors
+    assert isinstance(query, Distributed) and isinstance(key, Distributed) and isinstance(value, Distributed)
+    if not query.device_mesh == key.device_mesh == value.device_mesh:
+        return ValueError(
+            f"query, key and value must be on one mesh, got {[x.device_mesh for x in (query, key, value)]}"
+        )
+    mesh = query.device_mesh
+    for axis, placements in enumerate(zip(query.placements, key.placements, value.placements, strict=True)):
+        if mesh.size(axis) > 1:
+            error = _axis_refusal(mesh, axis, placements, (query, key), group_name)
+            if error is not None:
+                return error
+    return _layout_refusal(query, key, value)
+
+
+def _axis_refusal(
+    mesh: DeviceMesh, axis: int, placements: tuple[Placement, ...], of: tuple[Distributed, ...], group_name: str | None
+) -> Exception | None:
+    named = ", ".join(f"{name} {placement!r}" for name, placement in zip(_NAMES, placements, strict=True))
+    where = f"on mesh axis {_axis_name(mesh, axis)} attention got {named}"
+    placement = placements[0]
+    if group_name is not None and mesh.get_group(axis).group_name == group_name:
+        return ValueError(
+            f"{where}, but that is the axis over which a context or plan has cut the sequence; there, give DTensors "
+            "over other axes only (x.to_local() of these)"
+        )
+    if any(p != placement for p in placements):
+        return ValueError(f"{where}; all three must be placed alike: redistribute the others")
+    if type(placement) not in (Replicate, Shard):
+        return ValueError(f"{where}; only Replicate and Shard can be attended to: redistribute first")
+    if not isinstance(placement, Shard):
+        return None
+    if placement.dim not in (_BATCH, _HEADS, _SEQUENCE):
+        return ValueError(f"{where}: the head dim cannot be cut; redistribute to Shard({_HEADS}), the heads")
+    if placement.dim == _SEQUENCE:
+        if group_name is not None:
+            return ValueError(
+                f"{where}, but a context or plan has cut the sequence already; do without it, or pass x.to_local()"
+            )
+        return None
+    for x in of:
+        if x.size(placement.dim) % mesh.size(axis):
+            what = "batch rows" if placement.dim == _BATCH else "heads"
+            return ValueError(
+                f"{where}: {x.size(placement.dim)} {what} cannot be cut evenly over {mesh.size(axis)} ranks; "
+                "redistribute to Replicate()"
+            )
+    return None
+
+
+def _axis_name(mesh: DeviceMesh, axis: int) -> str:
+    return repr(mesh.mesh_dim_names[axis]) if mesh.mesh_dim_names else str(axis)
+
+
+def _layout_refusal(query: Distributed, key: Distributed, value: Distributed) -> Exception | None:
+    axes = _sequence_axes(query)
+    if len(axes) > 1:
+        names = " and ".join(_axis_name(query.device_mesh, axis) for axis in axes)
+        return ValueError(f"the sequence is cut over {len(axes)} mesh axes, {names}; flatten them into one cp axis")
+    tags: list[Any] = [x.tag if isinstance(x, LayoutTensor) else None for x in (query, key, value)]
+    if any(tag != tags[0] for tag in tags):
+        named = ", ".join(f"{name} {tag or 'without a layout'}" for name, tag in zip(_NAMES, tags, strict=True))
+        return ValueError(f"attention got {named}; make all three by as_dtensor with the same options")
+    if tags[0] is not None and tags[0].dim != _SEQUENCE:
+        return ValueError(
+            f"the sequence of query, key and value (B, H, S, D) is dim {_SEQUENCE}, but as_dtensor was told "
+            f"dim={tags[0].dim}"
+        )
+    return None
