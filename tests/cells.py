@@ -35,7 +35,7 @@ class Cell:
     checkpointing: str = "none"  # none, non_reentrant, reentrant, selective_saved, selective_recomputed
     backward: str = "outside"  # inside, outside
     call: str = "F"  # F, by_name, attribute
-    door: str = "context"  # context, plan
+    door: str = "context"  # context, plan, dtensor
     strategy: str = "ring"
     world: int = 2
     backend: str = "aot_eager"
@@ -51,7 +51,7 @@ AXES: dict[str, list[Any]] = {
     "checkpointing": ["none", "non_reentrant", "reentrant", "selective_saved", "selective_recomputed"],
     "backward": ["outside", "inside"],
     "call": ["F", "by_name", "attribute"],
-    "door": ["context", "plan"],
+    "door": ["context", "plan", "dtensor"],
     "strategy": ["ring", "all_gather"],
     "world": [2, 3, 4],
 }
@@ -61,13 +61,19 @@ class Attention(nn.Module):
     """Causal attention by one of the names that models know it by."""
 
     is_causal = True
+    as_dtensor: Any = None  # the door of DTensors: what makes one of a part and its layout
 
     def __init__(self, call: str) -> None:
         super().__init__()
         self.call = call
         self.attention_function = F.scaled_dot_product_attention
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, layout: Any = None) -> Tensor:
+        if layout is not None:
+            return self.attend(*(self.as_dtensor(x, layout=layout) for x in (query, key, value))).to_local()
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.call == "by_name":
             return imported_by_name(query, key, value, is_causal=True, enable_gqa=True)
         if self.call == "attribute":
@@ -82,13 +88,11 @@ class Block(nn.Module):
         self.key, self.value = nn.Linear(32, 16), nn.Linear(32, 16)
         self.sdpa = Attention(call)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        query, key, value = (
-            f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.query, self.key, self.value)
-        )
+    def forward(self, x: Tensor, rope: Tensor, *layout: Any) -> Tensor:
+        query, key, value = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.query, self.key, self.value))
         cosines, sines = rope[:, None, :, :4], rope[:, None, :, 4:]  # slices of a cache that is cut
         query, key = (_rotate(y, cosines, sines) for y in (query * 4, key))
-        return x + self.output(self.sdpa(query, key, value).transpose(1, 2).flatten(2))
+        return x + self.output(self.sdpa(query, key, value, *layout).transpose(1, 2).flatten(2))
 
 
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -106,23 +110,17 @@ def _selective(saved: bool) -> Any:
     return create_selective_checkpoint_contexts(functools.partial(_policy, saved))
 
 
-def forward(blocks: list[Callable[..., Tensor]], x: Tensor, rope: Tensor, checkpointing: str) -> Tensor:
-    """Through the blocks, checkpointed each."""
+def forward(blocks: list[Callable[..., Tensor]], checkpointing: str, x: Tensor, rope: Tensor, *layout: Any) -> Tensor:
+    """Through the blocks, checkpointed each. ``layout`` goes with the call where DTensors have it."""
+    options: dict[str, Any] = {"use_reentrant": checkpointing == "reentrant"}
+    if checkpointing.startswith("selective"):
+        options["context_fn"] = functools.partial(_selective, checkpointing == "selective_saved")
     x = x * rope.mean(-1, keepdim=True)  # autograd saves something made of the buffer
     for block in blocks:
-        match checkpointing:
-            case "none":
-                x = block(x, rope)
-            case "non_reentrant":
-                x = checkpoint(block, x, rope, use_reentrant=False)
-            case "reentrant":
-                x = checkpoint(block, x, rope, use_reentrant=True)
-            case "selective_saved":
-                x = checkpoint(block, x, rope, use_reentrant=False, context_fn=functools.partial(_selective, True))
-            case "selective_recomputed":
-                x = checkpoint(block, x, rope, use_reentrant=False, context_fn=functools.partial(_selective, False))
-            case _:
-                raise AssertionError(checkpointing)
+        if checkpointing == "none":
+            x = block(x, rope, *layout)
+        else:
+            x = checkpoint(block, x, rope, *layout, **options)
     return x
 
 
@@ -135,31 +133,31 @@ def make_data(seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, rope, weight
 
 
-def _prepare(cell: Cell, blocks: nn.ModuleList) -> Callable[[Tensor, Tensor], Tensor]:
+def _prepare(cell: Cell, blocks: nn.ModuleList) -> Callable[..., Tensor]:
     if cell.compile == "model":
-        whole = torch.compile(lambda x, rope: forward(list(blocks), x, rope, cell.checkpointing), backend=cell.backend)
-        return whole
+        return torch.compile(lambda *inputs: forward(list(blocks), cell.checkpointing, *inputs), backend=cell.backend)
     units: list[Any] = list(blocks)
     if cell.compile == "block":
         # Selective checkpointing wants a recomputation to run the very ops of its forward; a graph that became dynamic
         # in between (the second length) has others, and torch says so. With static graphs each length keeps its own.
         dynamic = False if cell.checkpointing.startswith("selective") else None
         units = [torch.compile(block, fullgraph=True, dynamic=dynamic, backend=cell.backend) for block in blocks]
-    return lambda x, rope: forward(units, x, rope, cell.checkpointing)
+    return lambda *inputs: forward(units, cell.checkpointing, *inputs)
 
 
 def _step(
-    cell: Cell, mesh: Any, run: Callable[[Tensor, Tensor], Tensor], blocks: nn.Module, seq_len: int, layout_name: str
+    cell: Cell, mesh: Any, run: Callable[..., Tensor], blocks: nn.Module, seq_len: int, layout_name: str
 ) -> dict[str, Any]:
     """Forward of one step, and its backward if that comes inside."""
     x, rope, weight = make_data(seq_len)
     layout = dtcp.make_layout(layout_name, seq_len=seq_len, cp=cell.world)
     step: dict[str, Any] = {"layout": layout, "calls": None}
-    if cell.door == "plan":
-        dtcp.set_sequence(blocks, layout)
+    if cell.door != "context":
+        if cell.door == "plan":
+            dtcp.set_sequence(blocks, layout)
         x, rope, weight = (dtcp.shard(t, mesh, layout) for t in (x, rope, weight))
         step["x"] = x.requires_grad_()
-        step["out"] = run(x, rope)
+        step["out"] = run(x, rope, *[layout] * (cell.door == "dtensor"))
         step["loss"] = (step["out"] * weight).sum()
         if cell.backward == "inside":
             step["loss"].backward()
@@ -183,11 +181,13 @@ def check_cell(rank: int, world: int, cell: Cell) -> int:
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block(cell.call) for _ in range(NUM_BLOCKS))
     whole = copy.deepcopy(blocks)
-    if cell.door == "plan":
-        from torch.distributed.tensor.parallel import parallelize_module
+    for block in blocks:
+        if cell.door == "plan":
+            from torch.distributed.tensor.parallel import parallelize_module
 
-        for block in blocks:
             parallelize_module(block, mesh, {"sdpa": dtcp.ContextParallel(strategy=cell.strategy)})
+        elif cell.door == "dtensor":
+            block.sdpa.as_dtensor = functools.partial(dtcp.as_dtensor, mesh=mesh, strategy=cell.strategy)
     run = _prepare(cell, blocks)
     with count_op_calls() as count:
         steps = [_step(cell, mesh, run, blocks, *sequence) for sequence in SEQUENCES]
@@ -196,7 +196,7 @@ def check_cell(rank: int, world: int, cell: Cell) -> int:
                 step["loss"].backward()
     for step, (seq_len, _) in zip(steps, SEQUENCES, strict=True):
         x, rope, weight = make_data(seq_len)
-        out = forward(list(whole), x.requires_grad_(), rope, "none")
+        out = forward(list(whole), "none", x.requires_grad_(), rope)
         (out * weight).sum().backward()
         layout = step["layout"]
         _assert_close("out", dtcp.unshard(step["out"].detach(), mesh, layout), out.detach())
