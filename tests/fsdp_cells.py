@@ -126,7 +126,7 @@ def make_model(cell: FsdpCell) -> nn.Module:
     Larger weights would push the noise of a key bias, whose gradient is 0, beyond the tolerance in one process already.
     """
     model = build_model(
-        f"{cell.model}_tiny", num_layers=NUM_BLOCKS, dim=32, num_heads=4, vocab_size=61, init_std=0.1, qk_init_scale=3,
+        f"{cell.model}_tiny", num_layers=NUM_BLOCKS, dim=32, num_heads=4, vocab_size=61, init_std=0.06, qk_init_scale=5,
         **SIZES[cell.model],
     )  # fmt: skip
     if cell.adapters:
