@@ -375,6 +375,49 @@ def test_hooks_around_the_context_are_asked_too(ranks: Any) -> None:
     ranks.run(2, check_hooks_around)
 
 
+def check_interrupted(rank: int, world: int, where: str) -> None:
+    """What runs eagerly in the middle of a compiled function is saved, and its modification seen, as everywhere."""
+    mesh, table = make_mesh(world), torch.randn(9, 8, requires_grad=True)
+
+    def attend(tokens: Tensor, scale: Tensor) -> Tensor:
+        x = torch.zeros(())
+        for _ in range(2):
+            torch._dynamo.graph_break()  # in a loop: the whole function runs eagerly, only what it calls is compiled
+            x = x + F.embedding(tokens, table) * scale
+        heads = x[:, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    def step(attend: Callable[..., Tensor], tokens: Tensor, scale: Tensor, is_modified: bool) -> Tensor:
+        with dtcp.context_parallel(
+            mesh, buffers=[tokens, scale], buffer_seq_dims=[1, 0], buffer_pad_values=0, expected_attention_calls=1
+        ):
+            loss = attend(tokens, scale).square().sum()
+            if is_modified:
+                scale.add_(1)
+        return torch.autograd.grad(loss, table)[0]
+
+    def run(step: Callable[..., Tensor], attend: Callable[..., Tensor], is_modified: bool = False) -> Tensor:
+        tokens, scale = torch.arange(14).view(2, 7) % 9, torch.arange(7.0)[:, None] / 7 + 1
+        gradient = step(attend, tokens, scale, is_modified)
+        assert tokens.size(1) == scale.size(0) == 7
+        return gradient
+
+    right = run(step, attend)
+    compiled = {
+        "inside": (step, torch.compile(attend, backend="aot_eager")),
+        "around": (torch.compile(step, backend="aot_eager"), attend),
+    }[where]
+    for _ in range(3):
+        assert relative_error(run(*compiled), right) < TOLERANCE
+    with raises(RuntimeError, MODIFIED):
+        run(*compiled, is_modified=True)
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_compiled_functions_with_graph_breaks_save_local_contents(ranks: Any, where: str) -> None:
+    ranks.run(2, check_interrupted, where)
+
+
 def check_modified(rank: int, world: int) -> None:
     """In-place modification of what autograd saved is an error, as it is without a context."""
     mesh = make_mesh(world)

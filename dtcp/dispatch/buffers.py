@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtcp.containers import named_tensors
+from dtcp.dispatch.untraced import untraced
 
 
 class LocalBuffers:
@@ -115,12 +116,18 @@ class LocalBuffers:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         pack, unpack = around
 
+        @untraced
         def pack_twice(saved: Tensor) -> _Saved:
             alias, buffer, version = self._pack(saved)
             return pack(alias), buffer, None if buffer is None else version
 
-        return torch.autograd.graph.saved_tensors_hooks(pack_twice, lambda packed: unpack(_unpack(packed)))
+        @untraced
+        def unpack_twice(packed: _Saved) -> Any:
+            return unpack(_unpack(packed))
 
+        return torch.autograd.graph.saved_tensors_hooks(pack_twice, unpack_twice)
+
+    @untraced
     def _pack(self, saved: Tensor) -> _Saved:
         buffer = self._by_storage.get(saved.untyped_storage()._cdata) if saved.layout == torch.strided else None
         if buffer is None:
@@ -151,16 +158,19 @@ class _Buffer:
             return self._num_earlier_changes
         return self._num_earlier_changes + self.tensor._version - self._watched_version
 
+    @untraced
     def watch(self, is_local: bool) -> None:
         self._num_earlier_changes = self.num_changes
         self._watched_version = self.tensor._version if is_local and self._has_version else None
 
+    @untraced
     def point_at_local(self) -> None:
         self.tensor.data = self.local
         if self._has_version:
             # A backward inside the context that saved the whole contents before it ends in torch's own error.
             torch.autograd.graph.increment_version(self.tensor)
 
+    @untraced
     def point_back_at(self, contents: Tensor) -> None:
         self.tensor.data = contents
         if self._has_version:
@@ -173,6 +183,7 @@ _Saved = tuple[Any, _Buffer | None, int | None]
 """What autograd keeps: the tensor, the buffer whose local memory it has if any, and its version when it was saved."""
 
 
+@untraced
 def _unpack(packed: _Saved) -> Any:
     """Return what was saved, unless it was modified since: autograd leaves that check to whoever packs."""
     saved, buffer, version = packed

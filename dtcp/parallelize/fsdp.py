@@ -3,11 +3,12 @@
 The ``fsdp`` view contains the cp ranks: the reduce-scatter of FSDP2 is also the sum over the sequence.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dtcp.mesh import ParallelDims
 
@@ -19,6 +20,7 @@ def apply_fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
+    offload_policy: OffloadPolicy | None = None,
 ) -> None:
     """Shard ``model`` in place, a unit per block of ``model.layers`` and one for the rest.
 
@@ -30,6 +32,8 @@ def apply_fsdp(
         reduce_dtype: What gradients are added up in.
         reshard_after_forward: Free a block's full parameters between its forward and backward. The root keeps its
             own: its backward comes first.
+        offload_policy: Where sharded parameters, gradients and optimizer states live; torch's ``CPUOffloadPolicy()``
+            keeps them in CPU memory. None leaves them on the device.
 
     Raises:
         ValueError: If ``model.layers`` does not hold the blocks.
@@ -42,9 +46,11 @@ def apply_fsdp(
             f"apply_fsdp wants the blocks of {type(model).__name__} in model.layers, a ModuleList or ModuleDict, "
             f"got {type(layers).__name__}; rename it, or call torch's fully_shard with dims.view('fsdp')"
         )
+    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(block, reshard_after_forward=reshard_after_forward)
+    shard(model, reshard_after_forward=False)
     for unit in _units(model):
         # Gradients are shares. gloo has no PREMUL_SUM, which a divide factor alone would ask for.
         unit.set_gradient_divide_factor(1.0)
