@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dtcp
+from dtcp.models.attention import ScaledDotProductAttention
 
 OTHER_CALLS = r"run the backwards of different calls, by rank \{0: \d+, 1: \d+\} .*in the same order, with requires"
 
@@ -171,6 +172,44 @@ def check_checkpointed(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_backwards_of_checkpointed_calls_agree(ranks, kind):
     ranks.run(2, check_checkpointed, kind)
+
+
+def check_recomputed_order(rank: int, world: int, use_reentrant: bool) -> None:
+    """Two blocks, each with a checkpoint of its own inside, that only differ in their numbers."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = make_mesh(world)
+    model = nn.Sequential(ScaledDotProductAttention())
+    parallelize_module(model, mesh, {"0": dtcp.ContextParallel()})
+    dtcp.set_sequence(model, dtcp.make_layout("head_tail", seq_len=8 * world, cp=world))
+
+    def inner(x: Tensor) -> Tensor:
+        return model[0](x, x, x).cos()
+
+    def block(x: Tensor) -> Tensor:
+        return checkpoint(inner, inner(x.sin()), use_reentrant=use_reentrant)
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        xs = [leaf(seed) for seed in range(2)]
+        return xs, [checkpoint(block, x, use_reentrant=use_reentrant) for x in xs]
+
+    xs, outs = run()
+    right = [torch.autograd.grad(block(x).sum(), x)[0] for x in xs] if not use_reentrant else None
+    for index in (1, 0):
+        outs[index].sum().backward()
+        assert right is None or torch.equal(xs[index].grad, right[index])
+    xs, outs = run()
+    with pytest.raises(RuntimeError, match=r"the ranks of the group recompute different checkpointed blocks, by rank"):
+        outs[rank].sum().backward()
+    # Out of a recomputation that failed nothing stays behind.
+    xs, outs = run()
+    outs[0].sum().backward()
+    assert xs[0].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_recomputed_in_another_order_are_refused_on_every_rank(ranks, use_reentrant):
+    ranks.run(2, check_recomputed_order, use_reentrant)
 
 
 def check_groups(rank: int, world: int) -> None:
