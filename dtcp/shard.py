@@ -71,6 +71,7 @@ def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int =
     Raises:
         ValueError: If a tensor has another local length than the layout, or differs between ranks in shape, dtype,
             layout, place in its container or ``requires_grad``: on every rank, before anything is exchanged.
+        RuntimeError: If ranks are in different calls, or the backward of one meets that of another or none.
     """
     check_mesh(mesh, "unshard")
     group = mesh.get_group()

@@ -87,6 +87,7 @@ def context_parallel_attention(
 
     Raises:
         ValueError: If inputs, mesh, layouts or ranks do not fit together.
+        RuntimeError: If ranks are in different calls, or the backward of one meets that of another or none.
         NotImplementedError: For what is not available yet; also a gradient into lse, and a double backward.
     """
     try:
