@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 import zlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dtcp.recompute import Restore, captures_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +30,25 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _RECORD_SIZE = 24
-_OPERATIONS = ("context_parallel_attention", "unshard", "check_same_batch")
+_OPERATIONS = (
+    "context_parallel_attention", "unshard", "check_same_batch", "backward of context_parallel_attention",
+    "backward of unshard",
+)  # fmt: skip
+_CURE = (
+    "every rank must make the same calls and run the same backwards in the same order, with requires_grad alike"
+)
 _agreed: set[tuple[str, str, tuple[int, ...]]] = set()
+_Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
+_num_agreements: _Counts = weakref.WeakKeyDictionary()
+
+
+class _Recomputing(threading.local):
+    """What groups had agreed on before the block that is being recomputed was checkpointed; None outside of that."""
+
+    counts: _Counts | None = None
+
+
+_recomputing = _Recomputing()
 
 
 def check_mesh(mesh: DeviceMesh, caller: str) -> None:
@@ -42,6 +65,24 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
+
+
+@captures_state
+def _capture_counts() -> Restore:
+    """Let a recomputation know its block: two blocks of one shape would mix their sequences without an error."""
+    counts = _num_agreements.copy() if _recomputing.counts is None else _recomputing.counts
+
+    @contextlib.contextmanager
+    def restore() -> Iterator[None]:
+        outer = _recomputing.counts
+        if torch.is_grad_enabled():  # the reentrant kind restores around its forward too, without gradients
+            _recomputing.counts = counts
+        try:
+            yield
+        finally:
+            _recomputing.counts = outer
+
+    return restore
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -88,64 +129,114 @@ def agree(
     device: torch.device,
     error: Exception | None = None,
     entry: str = "",
-) -> None:
+) -> int:
     """Raise on every rank if ranks are about to exchange different things, or if one of them has an ``error``.
 
     A size mismatch aborts the process under gloo and hangs under NCCL, so shapes are compared first. On CPU
     this happens at every call (some 100 µs); on an accelerator, where it blocks the host, at the first call
     with these fields in this group.
 
+    A recomputed call is a new one, but ranks that recompute different blocks are found, where ``dtcp.recompute`` sees
+    the checkpoint.
+
     Args:
-        fields: What has to be equal, by name; at most 20 int64 numbers, the same names on each rank.
+        fields: What has to be equal, by name; at most 19 int64 numbers, the same names on each rank.
         entry: Text that has to be equal too: the place of a tensor in its container.
         error: This rank's own verdict on its arguments: raised here, and reported by the others.
+
+    Returns:
+        The number of this call among those that the group has agreed on, from 1; for ``agree_on_backward``.
     """
     fields = {"entry": zlib.crc32(entry.encode()), **fields} if fields else fields
     signature = (group.group_name, operation, tuple(fields.values()))
-    if device.type != "cpu":
-        if error is not None:
-            raise error
-        if signature in _agreed:
-            return
-    names = zlib.crc32("/".join(fields).encode())
-    record = [_OPERATIONS.index(operation), int(error is None), names, *fields.values()]
-    assert len(record) <= _RECORD_SIZE, record
-    records = all_gather_ints(record + [0] * (_RECORD_SIZE - len(record)), group, device)
-    difference = _difference(list(fields), records, entry)
-    if error is not None:
-        if isinstance(error, ValueError) and difference:
-            raise ValueError(f"{error} ({difference})") from error
+    if device.type != "cpu" and error is not None:
         raise error
-    _compare(operation, difference, records)
+    if device.type == "cpu" or signature not in _agreed:
+        names = zlib.crc32("/".join(fields).encode())
+        records = _gather_records(operation, [int(error is None), names, *fields.values()], group, device)
+        difference = _difference(list(fields), records, entry)
+        if error is not None:
+            if isinstance(error, ValueError) and difference:
+                raise ValueError(f"{error} ({difference})") from error
+            raise error
+        _compare(operation, difference, records)
     if device.type != "cpu":
         _agreed.add(signature)
+    # Equal on every rank without being sent: a group agrees on a call together or not at all.
+    number = _num_agreements[group] = _num_agreements.get(group, 0) + 1
+    return number
 
 
-def _compare(operation: str, difference: str, records: list[list[int]]) -> None:
+def agree_on_backward(operation: str, number: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise on every rank if ranks are about to run the backwards of different calls.
+
+    Two calls of one shape would mix their gradients without an error. On CPU only: every backward has another
+    number, so on an accelerator each would block the host.
+
+    Args:
+        number: int64 (1,), what ``agree`` returned in the forward.
+    """
+    if device.type != "cpu":
+        return
+    records = _gather_records(f"backward of {operation}", [1, 0, int(number)], group, device)
+    _compare_operations(records)
+    numbers = {rank: record[4] for rank, record in enumerate(records)}
+    if len(set(numbers.values())) > 1:
+        raise RuntimeError(
+            f"{operation}: the ranks of the group run the backwards of different calls, by rank {numbers} (calls of "
+            f"this group, counted from 1); {_CURE}"
+        )
+
+
+def _gather_records(operation: str, record: list[int], group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Return [operation, block recomputed, no error, names of fields, *fields] of every rank; waits for all of them."""
+    counts = _recomputing.counts
+    recomputed = 0 if counts is None else 1 + counts.get(group, 0)
+    record = [_OPERATIONS.index(operation), recomputed, *record]
+    assert len(record) <= _RECORD_SIZE, record
+    try:
+        return all_gather_ints(record + [0] * (_RECORD_SIZE - len(record)), group, device)
+    except RuntimeError as error:  # gloo's time-out, or a rank that has left
+        raise RuntimeError(
+            f"{operation}: rank {group.rank()} waited for the other ranks of its group, and not all of them came "
+            f"({error}); {_CURE}, unless one of them has failed: see its error"
+        ) from error
+
+
+def _compare_operations(records: list[list[int]]) -> None:
     running = [_OPERATIONS[record[0]] for record in records]
     if len(set(running)) > 1:
         raise RuntimeError(
-            f"ranks of one group are in different operations: {dict(enumerate(running))}; every rank must make "
-            "the same calls in the same order"
+            f"ranks of one group are in different operations: {dict(enumerate(running))}; {_CURE}"
         )
-    refused = [rank for rank, record in enumerate(records) if not record[1]]
+    recomputed = {rank: record[1] for rank, record in enumerate(records)}
+    if len(set(recomputed.values())) > 1:
+        raise RuntimeError(
+            f"{running[0]}: the ranks of the group recompute different checkpointed blocks, by rank {recomputed} (the "
+            f"block's first call in this group, 0 for none); {_CURE}"
+        )
+
+
+def _compare(operation: str, difference: str, records: list[list[int]]) -> None:
+    _compare_operations(records)
+    refused = [rank for rank, record in enumerate(records) if not record[2]]
     also = f"rank(s) {refused} of the group refused their arguments; see their error" if refused else ""
     if difference:
         raise ValueError(
             f"{operation}: {difference}; every rank must pass its part of the same sequence (same batch, length, "
-            f"heads, dtype and options){'; ' + also if also else ''}"
+            f"heads, dtype, requires_grad and options){'; ' + also if also else ''}"
         )
     if refused:
         raise RuntimeError(f"{operation}: {also}")
-    if len({record[2] for record in records}) > 1:
+    if len({record[3] for record in records}) > 1:
         raise ValueError(f"{operation}: the ranks of the group pass different sets of arguments; pass the same on each")
 
 
 def _difference(names: list[str], records: list[list[int]], entry: str) -> str:
     """Say which field differs first, and its value by rank; nothing if records have no common fields."""
-    if len({(record[0], record[2]) for record in records}) > 1:
+    if len({(record[0], record[3]) for record in records}) > 1:
         return ""
-    for column, name in enumerate(names, start=3):
+    for column, name in enumerate(names, start=4):
         values = [record[column] for record in records]
         if len(set(values)) > 1:
             shown: list[Any] = values

@@ -56,7 +56,8 @@ def token_loss(
         the valid tokens; with none at all it is 0 and so is its gradient.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit, or ``num_valid_tokens`` is not one number of at least 0.
+        ValueError: If shapes or dtypes do not fit, ``num_valid_tokens`` is not one number of at least 0, or a label is
+            outside the vocabulary (seen in eager mode on CPU).
     """
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -72,13 +73,23 @@ def token_loss(
         num_valid_tokens = count_valid_tokens(labels, mesh=mesh, ignore_index=ignore_index)
     _check_count(num_valid_tokens)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    total = F.cross_entropy(
-        logits.reshape(-1, logits.size(-1)).to(dtype),
-        labels.reshape(-1).to(torch.int64),
-        ignore_index=ignore_index,
-        reduction="sum",
-    )
+    flat = labels.reshape(-1).to(torch.int64)
+    try:
+        total = F.cross_entropy(
+            logits.reshape(-1, logits.size(-1)).to(dtype), flat, ignore_index=ignore_index, reduction="sum"
+        )
+    except IndexError as error:  # torch names the label only; on an accelerator it asserts on the device
+        raise _outside_vocabulary(labels, logits.size(-1), ignore_index) from error
     return total / torch.as_tensor(num_valid_tokens, device=total.device).clamp(min=1)
+
+
+def _outside_vocabulary(labels: Tensor, vocab_size: int, ignore_index: int) -> ValueError:
+    is_outside = (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
+    position = tuple(is_outside.nonzero()[0].tolist())
+    return ValueError(
+        f"token_loss: label {labels[position].item()} at {position} is outside the vocabulary of {vocab_size}, the "
+        f"last dim of logits; give labels in 0..{vocab_size - 1}, or ignore_index={ignore_index} for no target"
+    )
 
 
 def _check_count(count: Tensor | int) -> None:

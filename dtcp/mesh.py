@@ -239,7 +239,10 @@ def _explain_misfit(degrees: dict[str, int], world_size: int) -> str:
     need = f"a multiple of {known}" if is_open else str(known)
     hint = ""
     if not _group_is_initialized() and world_size == 1:
-        hint = " (no process group is initialised: under torchrun call torch.distributed.init_process_group() first)"
+        hint = (
+            f" (no process group is initialised: start with torchrun --nproc-per-node {num_ranks}, and in a script of "
+            "your own call torch.distributed.init_process_group() first)"
+        )
     return (
         f"world size = tp·cp·pp·dp: {_product(degrees)} needs {need} ranks, world size is {world_size}{hint}; "
         f"nearest that works: {_nearest(degrees, world_size)}, or start {num_ranks} ranks"

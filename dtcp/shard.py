@@ -71,6 +71,7 @@ def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int =
     Raises:
         ValueError: If a tensor has another local length than the layout, or differs between ranks in shape, dtype,
             layout, place in its container or ``requires_grad``: on every rank, before anything is exchanged.
+        RuntimeError: If ranks are in different calls, or the backward of one meets that of another or none.
     """
     check_mesh(mesh, "unshard")
     group = mesh.get_group()
@@ -85,9 +86,10 @@ def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int =
         seq_dim = dim % tensor.ndim
         if layout.cp == 1:
             return tensor.narrow(seq_dim, 0, layout.seq_len).clone(memory_format=torch.contiguous_format)
-        return unshard_op(
+        whole, _ = unshard_op(
             tensor, layout.state, layout.seq_len, group_name, seq_dim, name, num_tensors, _needs_grad(tensor)
         )
+        return whole
 
     def refuse(error: Exception, fields: dict[str, int], name: str = "") -> None:
         """Let the other ranks know, so that they raise too instead of waiting for this one."""

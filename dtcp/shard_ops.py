@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.types import Number
 
-from dtcp.collectives import DTYPES, agree, all_gather_rows, reduce_scatter_rows, resolve_group
+from dtcp.collectives import (
+    DTYPES,
+    agree,
+    agree_on_backward,
+    all_gather_rows,
+    reduce_scatter_rows,
+    resolve_group,
+)
 from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
 
 
@@ -50,20 +57,24 @@ def unshard_op(
     name: str,
     num_tensors: int,
     needs_grad: bool,
-) -> Tensor:
-    """All-gather. The last three arguments are compared between the ranks and not used otherwise."""
+) -> tuple[Tensor, Tensor]:
+    """All-gather: (whole, number of the call). The last three arguments are only compared between the ranks."""
     layout, group = layout_from_state(state), resolve_group(group_name)
-    agree("unshard", unshard_fields(local, layout, dim, num_tensors, needs_grad), group, local.device, entry=name)
+    fields = unshard_fields(local, layout, dim, num_tensors, needs_grad)
+    number = torch.tensor([agree("unshard", fields, group, local.device, entry=name)])
     if local.numel() == 0:
-        return local.new_empty([*local.shape[:dim], seq_len, *local.shape[dim + 1 :]])
+        return local.new_empty([*local.shape[:dim], seq_len, *local.shape[dim + 1 :]]), number
     rows = all_gather_rows(local.movedim(dim, 0), group)
-    return rows.index_select(0, layout.inverse().to(local.device)).movedim(0, dim).contiguous()
+    return rows.index_select(0, layout.inverse().to(local.device)).movedim(0, dim).contiguous(), number
 
 
 @torch.library.custom_op("dtcp::unshard_backward", mutates_args=())
-def unshard_backward_op(grad: Tensor, state: Tensor, local_seq_len: int, group_name: str, dim: int) -> Tensor:
+def unshard_backward_op(
+    grad: Tensor, number: Tensor, state: Tensor, local_seq_len: int, group_name: str, dim: int
+) -> Tensor:
     """Reduce-scatter of the gradient of the whole sequence; half precision is summed in float32."""
     layout, group = layout_from_state(state), resolve_group(group_name)
+    agree_on_backward("unshard", number, group, grad.device)
     if grad.numel() == 0:
         return grad.new_empty([*grad.shape[:dim], local_seq_len, *grad.shape[dim + 1 :]])
     rows = grad.movedim(dim, 0)
@@ -125,12 +136,13 @@ def _(
     name: str,
     num_tensors: int,
     needs_grad: bool,
-) -> Tensor:
-    return local.new_empty([*local.shape[:dim], seq_len, *local.shape[dim + 1 :]])
+) -> tuple[Tensor, Tensor]:
+    whole = local.new_empty([*local.shape[:dim], seq_len, *local.shape[dim + 1 :]])
+    return whole, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @unshard_backward_op.register_fake
-def _(grad: Tensor, state: Tensor, local_seq_len: int, group_name: str, dim: int) -> Tensor:
+def _(grad: Tensor, number: Tensor, state: Tensor, local_seq_len: int, group_name: str, dim: int) -> Tensor:
     return grad.new_empty([*grad.shape[:dim], local_seq_len, *grad.shape[dim + 1 :]])
 
 
@@ -148,24 +160,29 @@ def _shard_backward_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     return shard_op(grad, *ctx.saved_tensors, ctx.other_length, ctx.rank, ctx.dim, 0), *[None] * 4
 
 
-def _save_for_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_unshard(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, state, _, ctx.group_name, ctx.dim, *_ = inputs
     ctx.other_length = x.size(ctx.dim)
-    ctx.save_for_backward(state)
+    ctx.save_for_backward(output[1], state)
 
 
-def _unshard_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _unshard_autograd(ctx: Any, grad: Tensor, grad_number: None) -> tuple[Tensor | None, ...]:
     return unshard_backward_op(grad, *ctx.saved_tensors, ctx.other_length, ctx.group_name, ctx.dim), *[None] * 7
+
+
+def _save_for_unshard_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, _, state, _, ctx.group_name, ctx.dim = inputs
+    ctx.other_length = grad.size(ctx.dim)
+    ctx.save_for_backward(state)
 
 
 def _unshard_backward_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_grad = torch.is_grad_enabled() and grad.requires_grad
-    return unshard_op(
-        grad, *ctx.saved_tensors, ctx.other_length, ctx.group_name, ctx.dim, "", 1, needs_grad
-    ), *[None] * 4
+    whole, _ = unshard_op(grad, *ctx.saved_tensors, ctx.other_length, ctx.group_name, ctx.dim, "", 1, needs_grad)
+    return whole, *[None] * 5
 
 
 shard_op.register_autograd(_shard_autograd, setup_context=_save_for_shard)
 shard_backward_op.register_autograd(_shard_backward_autograd, setup_context=_save_for_shard)
 unshard_op.register_autograd(_unshard_autograd, setup_context=_save_for_unshard)
-unshard_backward_op.register_autograd(_unshard_backward_autograd, setup_context=_save_for_unshard)
+unshard_backward_op.register_autograd(_unshard_backward_autograd, setup_context=_save_for_unshard_backward)

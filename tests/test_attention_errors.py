@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import dtcp
 
 
-def attend(world: int, *, layout: Any = None, shapes: Any = None, change: Any = None, **options: Any) -> Any:
+def attend(world: int, *, layout: Any = "default", shapes: Any = None, change: Any = None, **options: Any) -> Any:
     """Call with good inputs of 8 slots for each rank but for what is given; ``change(q, k, v)`` replaces them."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    layout = layout or dtcp.make_layout("head_tail", seq_len=8 * world, cp=world)
+    if layout == "default":
+        layout = dtcp.make_layout("head_tail", seq_len=8 * world, cp=world)
     inputs = [torch.randn(shape) for shape in shapes or [(2, 4, 8, 16)] * 3]
     if change:
         inputs = list(change(*inputs))
@@ -69,6 +70,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "queries and keys in one layout",
     ),
     ({"window_size": (4, 0)}, NotImplementedError, r"window_size=\(4, 0\) is not available yet; use \(-1, -1\)"),
+    ({"window_size": 4}, ValueError, r"window_size must be a pair \(left, right\), got 4; use \(-1, -1\)"),
+    ({"window_size": (1, 2, 3)}, ValueError, r"a pair \(left, right\), got \(1, 2, 3\)"),
+    ({"scale": "x"}, ValueError, "scale must be a number, got 'x'; use scale=None"),
+    ({"layout": None}, ValueError, r"layout must be a SequenceLayout, got None; make .*cp=2\)"),
+    ({"kv_layout": 16}, ValueError, "kv_layout must be a SequenceLayout, got 16; make one with dtcp.make_layout"),
     ({"dropout_p": 0.1}, NotImplementedError, "dropout_p=0.1; use 0.0"),
     *(
         ({name: object()}, NotImplementedError, f"{name} is not available yet; use {name}=None")
@@ -195,6 +201,8 @@ def test_a_compiled_call_with_another_length_is_refused(ranks):
     ("options", "error", "message"),
     [
         ({"window_size": (1, 0)}, NotImplementedError, "window_size"),
+        ({"window_size": 4}, ValueError, "got 4; use"),
+        ({"scale": [1]}, ValueError, r"scale must be a number, got \[1\]"),
         ({"sinks": torch.zeros(4)}, NotImplementedError, "sinks is not available yet"),
         ({"enable_gqa": False}, ValueError, "pass enable_gqa=True"),
         ({"qkv_format": "thd"}, ValueError, "got 'thd'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import dtcp
 from dtcp import collectives
 from dtcp.attention import ops as attention_ops
 from dtcp.attention.schedule import ring_schedule
+from dtcp.collectives import agree
 from dtcp.layout import LAYOUT_NAMES
 from oracle import GRADIENT_NAMES, Case, make_problem, solve
-from recorder import count_exchanges
+from recorder import Sent, count_exchanges
 
 BATCH, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 2, 16, 8
 ROW = BATCH * NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)  # elements of K and V of one token
@@ -35,10 +37,11 @@ def check_bytes(rank: int, world: int, layout_name: str, strategy: str, is_causa
     with count_exchanges() as backward:
         out.sum().backward()
     # The ranks agree by a fixed few bytes to each other rank; that is no part of the exchange of K and V.
-    record_bytes = 8 * collectives._RECORD_SIZE
-    agreement = [s for s in forward if s.kind == "all_gather" and s.num_bytes == record_bytes * (world - 1)]
-    assert len(agreement) == 1
-    forward.remove(agreement[0])
+    agreement = Sent("all_gather", 8 * collectives._RECORD_SIZE * (world - 1))
+    for sent in (forward, backward):
+        assert sent[0] == agreement, "before anything is exchanged"
+        assert sent.count(agreement) == 1
+        sent.remove(agreement)
     if strategy == "ring":
         assert all(s.kind == "send" for s in forward + backward)
         direction = 1 if layout_name == "contiguous" else -1
@@ -171,14 +174,16 @@ def check_opcheck(rank: int, world: int, strategy: str) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, layout.local_seq_len, h, d) for h, d in ((4, 16), (2, 16), (2, 8)))
     constants = (layout.state, layout.state, mesh.get_group().group_name, True, 0.25, strategy, "auto")
-    opcheck(attention_ops.attention_forward, (q, k, v, *constants))
-    # With gradients opcheck differentiates the sum of ALL outputs, lse too, which the op refuses: the rest of its
-    # checks here, and compiled gradients against eager ones in the test below.
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    without_lse = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(attention_ops.attention_forward, (*leaves, *constants), test_utils=without_lse)
-    out, lse = attention_ops.attention_forward(q, k, v, *constants)
-    opcheck(attention_ops.attention_backward, (out, q, k, v, out, lse, *constants))
+    # opcheck compares the outputs of two runs, and each call has another number.
+    with mock.patch.object(attention_ops, "agree", lambda *args, **kwargs: 7 * bool(agree(*args, **kwargs))):
+        opcheck(attention_ops.forward_op, (q, k, v, *constants, False))
+        # With gradients opcheck differentiates the sum of ALL outputs, lse too, which the op refuses: the rest of its
+        # checks here, and compiled gradients against eager ones in the test below.
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        without_lse = ("test_schema", "test_autograd_registration", "test_faketensor")
+        opcheck(attention_ops.forward_op, (*leaves, *constants, True), test_utils=without_lse)
+    out, lse, number = attention_ops.forward_op(q, k, v, *constants, False)
+    opcheck(attention_ops.backward_op, (out, q, k, v, out, lse, number, *constants))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])

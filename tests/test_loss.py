@@ -260,6 +260,15 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused():
         token_loss(logits, labels, num_valid_tokens=-1)
 
 
+@pytest.mark.parametrize("label", [8, -1, 2**40])
+def test_a_label_outside_the_vocabulary_is_named_with_its_place(label):
+    labels = torch.full((2, 4), -100)
+    labels[1, 2] = label
+    message = rf"label {label} at \(1, 2\) is outside the vocabulary of 8, .* labels in 0\.\.7, or ignore_index=-100"
+    with pytest.raises(ValueError, match=message):
+        token_loss(torch.zeros(2, 4, 8), labels)
+
+
 def refuse_a_plane(rank, world):
     dims = ParallelDims(cp=world)
     plane = dims.build_mesh("cpu")

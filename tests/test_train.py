@@ -254,6 +254,8 @@ def test_weight_decay_spares_biases_and_norms():
         (["model.max_seq_len=99999999", "training.seq_len=99999999"], r"Use seq_len <= \d+"),
         (["data=text", "data.paths=[/nowhere/*.txt]"], r"/nowhere/\*\.txt matches no file"),
         (["training.global_batch_size=3", "training.local_batch_size=2"], r"got 3; nearest that work: 2 or 4"),
+        (["training.global_batch_size=0"], r"training\.global_batch_size has to be at least 1, got 0"),
+        (["training.local_batch_size=0"], r"training\.local_batch_size has to be at least 1, got 0; null takes"),
         (["training.steps=0"], r"training\.steps has to be at least 1, got 0"),
         (["training.max_norm=-1"], r"training\.max_norm has to be positive"),
         (["optimizer.lr=0"], r"optimizer\.lr has to be positive"),
@@ -384,7 +386,7 @@ def test_errors_under_torchrun_are_one_line_and_end_all_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [(["training.stepz=3"], "Key 'stepz' not in 'TrainingConfig'"), (["mesh.cp=2"], "error: world size = tp·cp·pp·dp")],
+    [(["training.stepz=3"], "Key 'stepz' not in 'TrainingConfig'"), (["mesh.cp=2"], "torchrun --nproc-per-node 2")],
 )
 def test_errors_of_one_process_are_short(tmp_path, overrides, message):
     job = command(ALONE, overrides, tmp_path)

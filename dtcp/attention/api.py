@@ -6,7 +6,6 @@ the two middle dims exchanged for ``qkv_format="bshd"``.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from dtcp.attention.arguments import (
     check_later_features,
     check_layouts,
     check_strategy,
+    checked_scale,
     length_error,
 )
 from dtcp.attention.kernels import choose_kernel
@@ -87,6 +87,7 @@ def context_parallel_attention(
 
     Raises:
         ValueError: If inputs, mesh, layouts or ranks do not fit together.
+        RuntimeError: If ranks are in different calls, or the backward of one meets that of another or none.
         NotImplementedError: For what is not available yet; also a gradient into lse, and a double backward.
     """
     try:
@@ -136,7 +137,7 @@ def prepare_inputs(
     check_inputs(query, key, value, enable_gqa=enable_gqa, qkv_format=qkv_format)
     if qkv_format == "bhsd":
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return query, key, value, 1 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+    return query, key, value, checked_scale(scale, query.size(-1))
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

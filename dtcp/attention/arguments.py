@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +11,10 @@ from torch.autograd import forward_ad
 
 from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import check_mesh
+from dtcp.layout import SequenceLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from dtcp.layout import SequenceLayout
 
 QKV_FORMATS = ("bhsd", "bshd")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -83,6 +83,8 @@ def check_later_features(
     dropout_p: float,
 ) -> None:
     """Raise NotImplementedError for what is asked for and not available yet: no mask is ever dropped."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}; use (-1, -1) for no window")
     if tuple(window_size) != (-1, -1):
         raise NotImplementedError(f"window_size={tuple(window_size)} is not available yet; use (-1, -1)")
     asked = {
@@ -99,6 +101,16 @@ def check_later_features(
             raise NotImplementedError(f"{name} is not available yet; use {name}=None")
     if dropout_p:
         raise NotImplementedError(f"attention dropout is not available yet, got dropout_p={dropout_p}; use 0.0")
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """Return ``scale`` as a number, 1/√D for None; raise ValueError if it is none."""
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    try:
+        return float(scale)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"scale must be a number, got {scale!r}; use scale=None for 1/√D") from error
 
 
 def check_strategy(strategy: str, ulysses_degree: int | None) -> None:
@@ -119,7 +131,12 @@ def check_layouts(
 ) -> None:
     """Raise ValueError unless mesh and layouts fit together; the op itself checks the lengths."""
     check_mesh(mesh, "context_parallel_attention")
-    for name, of in (("layout", layout), ("kv_layout", kv_layout or layout)):
+    for name, of in (("layout", layout), ("kv_layout", layout if kv_layout is None else kv_layout)):
+        if not isinstance(of, SequenceLayout):
+            raise ValueError(
+                f"{name} must be a SequenceLayout, got {of!r}; make one with "
+                f"dtcp.make_layout('head_tail', seq_len=…, cp={mesh.size()})"
+            )
         if of.cp != mesh.size():
             raise ValueError(
                 f"{name} is for cp={of.cp} but the mesh has {mesh.size()} ranks; make it with cp={mesh.size()}"

@@ -1,9 +1,10 @@
 """Context parallel attention as two custom ops, so that it is opaque to Dynamo, AOTAutograd and DTensor.
 
 Shapes: query (B, S_q, Hq, D), key (B, S_kv, Hkv, D), value (B, S_kv, Hkv, Dv), any strides; out (B, S_q, Hq, Dv)
-and the gradients contiguous; lse (B, Hq, S_q). Only constants, a group name and tensors travel: layouts as the
-int64 tensors ``layout.state``, so that the next step's layout costs no recompilation and the backward, also a
-recomputed or delayed one, uses the layouts of its own forward.
+and the gradients contiguous; lse (B, Hq, S_q); number int64 (1,), on the host. Only constants, a group name and
+tensors travel: layouts as the int64 tensors ``layout.state``, so that the next step's layout costs no recompilation
+and the backward, also a recomputed or delayed one, uses the layouts of its own forward. So does the number of the
+call in its group, by which the ranks compare their backwards.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from dtcp.attention.arguments import length_error
 from dtcp.attention.calls import count_call
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
-from dtcp.collectives import DTYPES, agree, resolve_group
+from dtcp.collectives import DTYPES, agree, agree_on_backward, resolve_group
 from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
 
+_NAME = "context_parallel_attention"
 
-@torch.library.custom_op("dtcp::attention_forward", mutates_args=())
+
 def attention_forward(
     query: Tensor,
     key: Tensor,
@@ -37,22 +39,46 @@ def attention_forward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries over the whole sequence's keys. Collective."""
+    # Inside the op nothing requires grad. A backward that only some ranks run would wait for the others.
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    out, lse, _ = forward_op(
+        query, key, value, q_state, kv_state, group_name, is_causal, scale, strategy, kernel, needs_grad
+    )
+    return out, lse
+
+
+@torch.library.custom_op("dtcp::attention_forward", mutates_args=())
+def forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_state: Tensor,
+    kv_state: Tensor,
+    group_name: str,
+    is_causal: bool,
+    scale: float,
+    strategy: str,
+    kernel: str,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out, lse, number); ``needs_grad`` is compared between the ranks and not used otherwise."""
     call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
-    fields = agreement_fields(query, key, value, call, strategy)
-    agree("context_parallel_attention", fields, call.group, query.device, error=_refusal(query, key, call))
+    fields = agreement_fields(query, key, value, call, strategy, needs_grad)
+    number = agree(_NAME, fields, call.group, query.device, error=_refusal(query, key, call))
     count_call(q_state)
     out, lse = choose_strategy(strategy).forward(call, *_by_head(query, key, value))
-    return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous()
+    return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), torch.tensor([number])
 
 
 @torch.library.custom_op("dtcp::attention_backward", mutates_args=())
-def attention_backward(
+def backward_op(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    number: Tensor,
     q_state: Tensor,
     kv_state: Tensor,
     group_name: str,
@@ -63,13 +89,16 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_query, grad_key, grad_value). Collective; all three are made, whichever are needed."""
     call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
+    agree_on_backward(_NAME, number, call.group, query.device)
     grad_out, query_, key_, value_, out = _by_head(grad_out, query, key, value, out)
     grads = choose_strategy(strategy).backward(call, grad_out, query_, key_, value_, out, lse)
     grad_query, grad_key, grad_value = (g.to(query.dtype).transpose(1, 2).contiguous() for g in grads)
     return grad_query, grad_key, grad_value
 
 
-def agreement_fields(query: Tensor, key: Tensor, value: Tensor, call: Call, strategy: str) -> dict[str, int]:
+def agreement_fields(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, strategy: str, needs_grad: bool
+) -> dict[str, int]:
     """What has to be equal on every rank before anything is exchanged."""
     return {
         "dtype": DTYPES.index(query.dtype),
@@ -83,6 +112,7 @@ def agreement_fields(query: Tensor, key: Tensor, value: Tensor, call: Call, stra
         "is_causal": int(call.is_causal),
         "scale (its float64 bits)": int(torch.tensor(call.scale, dtype=torch.float64).view(torch.int64)),
         f"strategy ({_choices(STRATEGY_NAMES)})": STRATEGY_NAMES.index(strategy),
+        "requires_grad": int(needs_grad),
     }
 
 
@@ -128,42 +158,45 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors]
 
 
-@attention_forward.register_fake
+@forward_op.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool,
-    scale: float, strategy: str, kernel: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scale: float, strategy: str, kernel: str, needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, seq_len, heads, _ = query.shape
     out = query.new_empty(batch, seq_len, heads, value.size(-1))
-    return out, query.new_empty(batch, heads, seq_len, dtype=lse_dtype(query.dtype))
+    lse = query.new_empty(batch, heads, seq_len, dtype=lse_dtype(query.dtype))
+    return out, lse, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@attention_backward.register_fake
+@backward_op.register_fake
 def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, q_state: Tensor,
-    kv_state: Tensor, group_name: str, is_causal: bool, scale: float, strategy: str, kernel: str,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor,
+    q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool, scale: float, strategy: str, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, q_state, kv_state, *ctx.constants = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, q_state, kv_state, *ctx.constants, _ = inputs
     ctx.save_for_backward(query, key, value, *output, q_state, kv_state)
     # Zeros for an unused output would hide whether a gradient came into lse.
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_number: None
+) -> tuple[Tensor | None, ...]:
     if grad_lse is not None:
         raise NotImplementedError(
             "context_parallel_attention has no gradient with respect to lse; use lse.detach(), or "
             "reference_attention(…, return_lse=True) for a loss that reads it"
         )
-    query, key, value, out, lse, q_state, kv_state = ctx.saved_tensors
+    query, key, value, out, lse, number, q_state, kv_state = ctx.saved_tensors
     if grad_out is None:  # a gradient of zero, which other ranks may not have: the exchange takes place all the same
         grad_out = torch.zeros_like(out)
-    grads = attention_backward(grad_out, query, key, value, out, lse, q_state, kv_state, *ctx.constants)
-    return *grads, *(None,) * 7
+    grads = backward_op(grad_out, query, key, value, out, lse, number, q_state, kv_state, *ctx.constants)
+    return *grads, *(None,) * 8
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -172,8 +205,8 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
     )
 
 
-attention_forward.register_autograd(_autograd, setup_context=_save_for_backward)
-attention_backward.register_autograd(_no_double_backward)
+forward_op.register_autograd(_autograd, setup_context=_save_for_backward)
+backward_op.register_autograd(_no_double_backward)
 
 
 def _pairs(query: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool) -> float:
@@ -199,8 +232,8 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.dtcp.attention_backward, get_raw=True)
 def _backward_flops(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, q_state: Tensor,
-    kv_state: Tensor, group_name: str, is_causal: bool, *args: Any, **kwargs: Any,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor,
+    q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool, *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """2 FLOPs × pairs × (3·D + 2·Dv): scores again, their gradient, and those of query, key and value."""
     pairs = _pairs(query, q_state, kv_state, group_name, is_causal)

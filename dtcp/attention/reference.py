@@ -5,13 +5,12 @@ Shapes: query (B, Hq, S, D), key (B, Hkv, S_kv, D), value (B, Hkv, S_kv, Dv); na
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtcp.attention.arguments import check_inputs, check_later_features
+from dtcp.attention.arguments import check_inputs, check_later_features, checked_scale
 
 
 def reference_attention(
@@ -59,8 +58,7 @@ def reference_attention(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     group_size = query.size(1) // key.size(1)
     key, value = (x.to(dtype).repeat_interleave(group_size, dim=1) for x in (key, value))
-    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    scores = query.to(dtype) @ key.mT * scale
+    scores = query.to(dtype) @ key.mT * checked_scale(scale, query.size(-1))
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))

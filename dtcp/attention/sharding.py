@@ -15,6 +15,7 @@ from torch.distributed.tensor.experimental import register_sharding
 import dtcp.attention.ops  # noqa: F401  # defines the ops
 
 _CONSTANTS = [None] * 5  # group_name, is_causal, scale, strategy, kernel
+_NUMBER = Replicate()
 _BATCH, _HEADS = Shard(0), Shard(2)
 
 
@@ -30,12 +31,13 @@ def _options(key: Any) -> list[tuple[Any, Any]]:
 @register_sharding(torch.ops.dtcp.attention_forward.default)
 def _(query: Any, key: Any, value: Any, q_state: Any, kv_state: Any, *constants: Any) -> list[tuple[list, list]]:
     states = [Replicate(), Replicate()]
-    return [([x, lse], [x, x, x, *states, *_CONSTANTS]) for x, lse in _options(key)]
+    return [([x, lse, _NUMBER], [x, x, x, *states, *_CONSTANTS, None]) for x, lse in _options(key)]
 
 
 @register_sharding(torch.ops.dtcp.attention_backward.default)
 def _(
-    grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, q_state: Any, kv_state: Any, *constants: Any
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, number: Any, q_state: Any, kv_state: Any,
+    *constants: Any,
 ) -> list[tuple[list, list]]:
     states = [Replicate(), Replicate()]
-    return [([x, x, x], [x, x, x, x, x, lse, *states, *_CONSTANTS]) for x, lse in _options(key)]
+    return [([x, x, x], [x, x, x, x, x, lse, _NUMBER, *states, *_CONSTANTS]) for x, lse in _options(key)]

@@ -257,6 +257,13 @@ def check_supported(config: JobConfig, dims: ParallelDims) -> None:
     training = config.training
     if training.steps < 1:
         raise ValueError(f"training.steps has to be at least 1, got {training.steps}")
+    if training.global_batch_size < 1:
+        raise ValueError(f"training.global_batch_size has to be at least 1, got {training.global_batch_size}")
+    if training.local_batch_size is not None and training.local_batch_size < 1:
+        raise ValueError(
+            f"training.local_batch_size has to be at least 1, got {training.local_batch_size}; null takes "
+            "all rows at once"
+        )
     if not training.max_norm > 0:
         raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; inf only measures")
     if not (math.isfinite(config.optimizer.lr) and config.optimizer.lr > 0):
