@@ -117,10 +117,7 @@ def forward(blocks: list[Callable[..., Tensor]], checkpointing: str, x: Tensor, 
         options["context_fn"] = functools.partial(_selective, checkpointing == "selective_saved")
     x = x * rope.mean(-1, keepdim=True)  # autograd saves something made of the buffer
     for block in blocks:
-        if checkpointing == "none":
-            x = block(x, rope, *layout)
-        else:
-            x = checkpoint(block, x, rope, *layout, **options)
+        x = block(x, rope, *layout) if checkpointing == "none" else checkpoint(block, x, rope, *layout, **options)
     return x
 
 
