@@ -25,6 +25,7 @@ PACKAGE = ROOT / "dtcp"
 # A new module has to be put into a line (the longest prefix counts) before this test passes.
 LAYERS = [
     ["_paths", "collectives", "containers"],
+    ["replicas"],
     ["documents"],
     ["layout"],
     ["shard_ops"],
