@@ -117,3 +117,31 @@ def check_fused_in_an_operator(rank: int, world: int) -> None:
 
 def test_fused_operators_in_the_operators_of_others_are_refused(ranks):
     ranks.run(2, check_fused_in_an_operator)
+
+
+def check_nested(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    parts = [torch.randn(6, 2, 8), torch.randn(4, 2, 8)]
+    for layout in (torch.strided, torch.jagged):
+        x = torch.nested.nested_tensor(parts, layout=layout)
+        if layout == torch.strided:
+            x = torch.nested.nested_tensor([part.transpose(0, 1).contiguous() for part in parts], layout=layout)
+        else:
+            x = x.transpose(1, 2)
+        before = attend(x, x, x)
+        for mode in (torch.no_grad, contextlib.nullcontext):
+            with dtcp.context_parallel(mesh, seq_len=S, expected_attention_calls=0):
+                y = x.detach().requires_grad_(mode is contextlib.nullcontext)
+                with mode(), pytest.raises(NotImplementedError, match="nested tensors inside context_parallel would"):
+                    attend(y, y, y)
+                seen: list[Any] = []
+                thread = threading.Thread(target=lambda y=y, seen=seen: seen.append(attend(y, y, y)))
+                thread.start()
+                thread.join()
+        for again in (seen[0], attend(x, x, x)):
+            assert all(torch.equal(a, b) for a, b in zip(before.unbind(), again.unbind(), strict=True))
+
+
+def test_nested_tensors_are_refused(ranks):
+    ranks.run(2, check_nested)

@@ -67,14 +67,18 @@ def put_refusals(registrations: Registrations) -> None:
 @functools.cache
 def _refusing_kernels() -> list[tuple[str, str, Callable[..., Any]]]:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    found = [(name, key) for name in FUSED for key in ("CPU", "CUDA") if has_kernel(f"aten::{name}", key)]
-    return [(name, key, _refusing(name, torch.library.get_kernel(f"aten::{name}", key))) for name, key in found]
+    calls = [(name, key, "") for name in FUSED for key in ("CPU", "CUDA") if has_kernel(f"aten::{name}", key)]
+    # All that nested tensors end in. Not at "NestedTensorCPU", for inference mode: torch 2.13 does not find its own
+    # kernel any more when one at that key is removed.
+    calls.append(("_scaled_dot_product_attention_math", "AutogradNestedTensor", " of nested tensors"))
+    get_kernel = torch.library.get_kernel
+    return [(name, key, _refusing(name + of, get_kernel(f"aten::{name}", key))) for name, key, of in calls]
 
 
-def _refusing(name: str, kernel: Any) -> Callable[..., Any]:
+def _refusing(what: str, kernel: Any) -> Callable[..., Any]:
     def refusing(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not own_tiles.is_running:
-            _refuse(name)
+            _refuse(what)
         return kernel.call_boxed(keyset, *args, **kwargs)
 
     return refusing
@@ -90,10 +94,10 @@ def _refusing_math(*args: Any, **kwargs: Any) -> Any:
     return torch.ops.aten._scaled_dot_product_attention_math.default.decompose(*args, **kwargs)
 
 
-def _refuse(name: str) -> None:
+def _refuse(what: str) -> None:
     frame = current.frame
     if frame is not None and not frame.is_plain:
         raise NotImplementedError(
-            f"torch.ops.aten.{name} inside context_parallel would attend to this rank's tokens only; call "
-            "F.scaled_dot_product_attention or dtcp.context_parallel_attention instead"
+            f"torch.ops.aten.{what} inside context_parallel would attend to this rank's tokens only; call "
+            "F.scaled_dot_product_attention on dense tensors, or dtcp.context_parallel_attention"
         )
