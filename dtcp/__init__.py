@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dtcp.attention.reference import reference_attention
     from dtcp.dispatch.context import context_parallel
     from dtcp.dispatch.tagged import as_dtensor
+    from dtcp.dispatch.unshard import context_parallel_unshard
     from dtcp.layout import SequenceLayout, Tile, make_layout
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
@@ -38,6 +39,7 @@ _HOME = {
     "clip_grad_norm_": "dtcp.parallelize.gradients",
     "context_parallel": "dtcp.dispatch.context",
     "context_parallel_attention": "dtcp.attention.api",
+    "context_parallel_unshard": "dtcp.dispatch.unshard",
     "count_valid_tokens": "dtcp.loss",
     "make_layout": "dtcp.layout",
     "reduce_gradients": "dtcp.parallelize.gradients",
@@ -58,6 +60,7 @@ __all__ = [
     "clip_grad_norm_",
     "context_parallel",
     "context_parallel_attention",
+    "context_parallel_unshard",
     "count_valid_tokens",
     "make_layout",
     "reduce_gradients",
@@ -70,7 +73,19 @@ __all__ = [
 ]
 
 
+# Names of torch.distributed.tensor.experimental that have no counterpart of their own -> what to write instead.
+_INSTEAD = {
+    "set_rotate_method": (
+        "say it where it applies: context_parallel(..., strategy='all_gather') for set_rotate_method('allgather'), "
+        "strategy='ring' (the default) for 'alltoall'"
+    ),
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _INSTEAD:
+        # Not AttributeError, for which `from dtcp import ...` has words of its own.
+        raise ImportError(f"dtcp has no {name}; {_INSTEAD[name]}", name=__name__)
     if name not in _HOME:
         raise AttributeError(f"module 'dtcp' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ Restore = Callable[[], AbstractContextManager[None]]
 """Called in the backward, around what is recomputed."""
 
 _captures: list[Callable[[], Restore | None]] = []
+_absences: list[Restore] = []
 
 
 def captures_state(capture: Callable[[], Restore | None]) -> Callable[[], Restore | None]:
@@ -26,22 +27,80 @@ def captures_state(capture: Callable[[], Restore | None]) -> Callable[[], Restor
     return capture
 
 
+def restores_absence(restore: Restore) -> Restore:
+    """Register, at import, what takes state away around a recomputation whose forward nobody captured."""
+    _absences.append(restore)
+    return restore
+
+
+@contextlib.contextmanager
+def _restored(restores: list[Restore]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for restore in restores:
+            stack.enter_context(restore())
+        yield
+
+
 def _restoring(fn: Callable[..., Any]) -> Callable[..., Any]:
     restores = [restore for capture in _captures if (restore := capture()) is not None]
-    if not restores:
-        return fn
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for restore in restores:
-                stack.enter_context(restore())
+        with _restored(restores):
             return fn(*args, **kwargs)
 
+    run.is_restoring = True  # type: ignore[attr-defined]
     return run
 
 
+def _is_restoring(fn: Any) -> bool:
+    return getattr(fn, "is_restoring", False)
+
+
+def _recomputes_restoring(recompute: Any) -> bool:
+    """Whether torch's recomputing function is one of a function that we have wrapped."""
+    cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or (), strict=True))
+    return "fn" in cells and _is_restoring(cells["fn"].cell_contents)
+
+
+_generator = torch_checkpoint._checkpoint_without_reentrant_generator
+_run = torch_checkpoint._run_fn_with_dynamo_disabled
+_function = torch_checkpoint.CheckpointFunction
+_forward, _backward = _function.forward, _function.backward
+
+
+def _restoring_generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _generator(_restoring(fn), *args, **kwargs)
+
+
+def _run_restoring(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _restored([] if _recomputes_restoring(recompute) else _absences):
+        return _run(recompute, *args, **kwargs)
+
+
+def _restoring_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+    return _forward(ctx, _restoring(run_function), *args)
+
+
+def _restoring_backward(ctx: Any, *grads: Any) -> Any:
+    run_function = ctx.run_function
+    if not _is_restoring(run_function):  # its forward came before the patch
+
+        def run_in_absence(*args: Any) -> Any:
+            with _restored(_absences):
+                return run_function(*args)
+
+        ctx.run_function = run_in_absence
+    try:
+        return _backward(ctx, *grads)
+    finally:
+        ctx.run_function = run_function
+
+
 class _CheckpointPatch:
-    """Both kinds of ``torch.utils.checkpoint.checkpoint``, patched below the names that users import."""
+    """Both kinds of ``torch.utils.checkpoint.checkpoint``, patched below the names that users import.
+
+    What makes the function to recompute, and what calls it: the latter for those made before the patch.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -51,29 +110,19 @@ class _CheckpointPatch:
         with self._lock:
             self._num_users += 1
             if self._num_users == 1:
-                self._install()
+                torch_checkpoint._checkpoint_without_reentrant_generator = _restoring_generator
+                torch_checkpoint._run_fn_with_dynamo_disabled = _run_restoring  # type: ignore[assignment]
+                _function.forward = staticmethod(_restoring_forward)  # type: ignore[method-assign]
+                _function.backward = staticmethod(_restoring_backward)  # type: ignore[method-assign]
 
     def release(self) -> None:
         with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
-                torch_checkpoint._checkpoint_without_reentrant_generator = self._generator
-                torch_checkpoint.CheckpointFunction = self._function  # type: ignore[misc]
-
-    def _install(self) -> None:
-        self._generator = generator = torch_checkpoint._checkpoint_without_reentrant_generator
-        self._function = function = torch_checkpoint.CheckpointFunction
-
-        def restoring_generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return generator(_restoring(fn), *args, **kwargs)
-
-        class RestoringCheckpointFunction:
-            @staticmethod
-            def apply(fn: Callable[..., Any], *args: Any) -> Any:
-                return function.apply(_restoring(fn), *args)
-
-        torch_checkpoint._checkpoint_without_reentrant_generator = restoring_generator
-        torch_checkpoint.CheckpointFunction = RestoringCheckpointFunction  # type: ignore[misc, assignment]
+                torch_checkpoint._checkpoint_without_reentrant_generator = _generator
+                torch_checkpoint._run_fn_with_dynamo_disabled = _run
+                _function.forward = staticmethod(_forward)  # type: ignore[method-assign]
+                _function.backward = staticmethod(_backward)  # type: ignore[method-assign]
 
 
 checkpoint_patch = _CheckpointPatch()

@@ -152,7 +152,7 @@ class WithCache(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, x: Tensor) -> Tensor:
-        return cells.forward(list(self.layers), x, self.rope, self.checkpointing)
+        return cells.forward(list(self.layers), self.checkpointing, x, self.rope)
 
 
 def check_cache(rank: int, world: int, checkpointing: str, compiled: bool) -> None:

@@ -206,6 +206,46 @@ def test_bad_options_are_refused_when_the_plan_is_made(options, error, message):
         dtcp.ContextParallel(**options)
 
 
+class Hybrid(nn.Module):
+    """Two kinds of layers, of which one has no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), nn.Linear(32, 32), Block()])
+
+
+def check_unmatched(rank: int, world: int) -> None:
+    import warnings
+
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    style = dtcp.ContextParallel
+    for plan, key in [
+        ({"spda": style()}, "spda"),
+        ({"sdpa": style(), "attention.sdpa": style()}, "attention.sdpa"),  # the other one is applied
+        ({"sdpa.attention": style()}, "sdpa.attention"),
+        ({"qkv.3": style()}, "qkv.3"),
+        ({"s?dpa": style()}, r"s\?dpa"),
+    ]:
+        words = f"plan key '{key}' of ContextParallel matches no module of Block, .* qkv, qkv.0, .*sdpa"
+        with pytest.raises(ValueError, match=words):
+            parallelize_module(Block(), mesh, plan)
+    with pytest.raises(ValueError, match="key 'layers.*.sdpa.x' of ContextParallel matches no module of Hybrid"):
+        parallelize_module(Hybrid(), mesh, {"layers.*.sdpa.x": style()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = parallelize_module(Hybrid(), mesh, {"layers.*.sdpa": style(), "head": ColwiseParallel()})
+    assert all(type(layer.sdpa).__name__.startswith("ContextParallel") for layer in model.layers[::2])
+    torchs = [(w.filename, str(w.message)) for w in caught]  # for the layer that has none, and for another's entry
+    assert ["key 'sdpa'" in message for _, message in torchs] == [True, False] and "key 'head'" in torchs[1][1]
+    assert torchs[1][0] == __file__
+
+
+def test_a_plan_entry_that_matches_nothing_is_an_error(ranks):
+    ranks.run(2, check_unmatched)
+
+
 def check_two_meshes(rank: int, world: int) -> None:
     """Two models over different cp groups, used in turn."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))

@@ -26,6 +26,7 @@ PACKAGE = ROOT / "dtcp"
 LAYERS = [
     ["_paths", "containers", "recompute"],
     ["collectives"],
+    ["replicas"],
     ["documents"],
     ["layout"],
     ["shard_ops"],

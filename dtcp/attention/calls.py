@@ -1,4 +1,4 @@
-"""Count attention calls for whoever wants to know that they took place.
+"""Count attention calls for whoever wants to know that they took place, and tell our own from others'.
 
 A compiled graph runs no Python of its caller, so the op itself counts: the number of the counter travels with the
 layout's state tensor.
@@ -7,6 +7,7 @@ layout's state tensor.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 
 from torch import Tensor
@@ -37,3 +38,18 @@ def count_call(state: Tensor) -> None:
     counter = _counters.get(int(state[-1]))
     if counter is not None:
         counter.num_calls += 1
+
+
+class _OwnTiles(threading.local):
+    """``with own_tiles:`` while this thread computes tiles, which call the operators that others are refused."""
+
+    is_running = False
+
+    def __enter__(self) -> None:
+        self.is_running = True
+
+    def __exit__(self, *exc: object) -> None:
+        self.is_running = False
+
+
+own_tiles = _OwnTiles()

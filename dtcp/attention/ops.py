@@ -22,6 +22,7 @@ from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
 from dtcp.collectives import DTYPES, agree, agree_on_backward, resolve_group
 from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
+from dtcp.replicas import expect_equal_gradients
 
 _NAME = "context_parallel_attention"
 
@@ -90,6 +91,7 @@ def backward_op(
     """Return (grad_query, grad_key, grad_value). Collective; all three are made, whichever are needed."""
     call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
     agree_on_backward(_NAME, number, call.group, query.device)
+    expect_equal_gradients(call.group)
     grad_out, query_, key_, value_, out = _by_head(grad_out, query, key, value, out)
     grads = choose_strategy(strategy).backward(call, grad_out, query_, key_, value_, out, lse)
     grad_query, grad_key, grad_value = (g.to(query.dtype).transpose(1, 2).contiguous() for g in grads)

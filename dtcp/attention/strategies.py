@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtcp.attention.calls import own_tiles
 from dtcp.attention.comm import Exchange, Message, start_exchange
 from dtcp.attention.kernels import Kernel, lse_dtype
 from dtcp.attention.merge import Partial, Sum
@@ -243,9 +244,10 @@ class _Grads:
 def _attend(call: Call, partial: Partial, query: Tensor, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
     for tile in tiles:
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
-        out, lse = call.kernel.forward(
-            query[:, :, rows], key[:, :, keys], value[:, :, keys], is_causal=tile.kind == "causal", scale=call.scale
-        )
+        with own_tiles:
+            out, lse = call.kernel.forward(
+                query[:, :, rows], key[:, :, keys], value[:, :, keys], is_causal=tile.kind == "causal", scale=call.scale
+            )
         partial.merge(rows, out, lse)
 
 

@@ -7,7 +7,7 @@ the caller's memory, so views and expanded tensors are as good as any.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class LocalBuffers:
         self._containers = containers
         self._outer = outer
         self._num_active = 0
+        # What buffers and containers held before the first of these.
+        self._before: tuple[list[Tensor], list[Any]] = [], []
         # By the address of their local storage, which they keep alive; with those of the contexts around.
         self._by_storage: dict[int, _Buffer] = dict(outer._by_storage) if outer else {}
         self._by_storage |= {buffer.local.untyped_storage()._cdata: buffer for buffer in self._buffers}
@@ -57,7 +59,7 @@ class LocalBuffers:
             if self._outer and not self._outer._num_active:  # recomputation: the contexts around have ended too
                 stack.enter_context(self._outer.local())
             stack.enter_context(self._pointed())
-            stack.enter_context(self._saving())
+            stack.enter_context(_saving(self._pack))
             yield
         for buffer in self._buffers:
             if buffer.tensor.requires_grad:
@@ -72,29 +74,65 @@ class LocalBuffers:
         were_local = [buffer.is_watched for buffer in self._buffers]
         batch_sizes = [container.batch_size for container, _ in self._containers]
         self._num_active += 1
+        if self._num_active == 1:
+            self._before = before, batch_sizes
         try:
-            self._watch(False)
-            for buffer in self._buffers:
-                buffer.point_at_local()
-            for container, batch_size in self._containers:
-                container.batch_size = batch_size
-            self._watch(True)
+            self._point_at_local()
             yield
         finally:
             self._num_active -= 1
-            self._watch(False)
-            for buffer, contents in zip(self._buffers, before, strict=True):
-                buffer.point_back_at(contents)
-            for (container, _), size in zip(self._containers, batch_sizes, strict=True):
-                container.batch_size = size
+            if self._num_active == 0:
+                self._before = [], []
+            self._point_back_at(before, batch_sizes)
             for buffer, was_local in zip(self._buffers, were_local, strict=True):
                 buffer.watch(was_local)
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The reverse of ``local``, inside it: hold what was there before this context and those around it."""
+        with contextlib.ExitStack() as stack:
+            if self._num_active:
+                stack.enter_context(self._pointed_back())
+            if self._outer:
+                stack.enter_context(self._outer.whole())
+            yield
+
+    @contextlib.contextmanager
+    def _pointed_back(self) -> Iterator[None]:
+        num_active, self._num_active = self._num_active, 0
+        before = self._before
+        try:
+            self._point_back_at(*before)
+            with _saving(_packing_whole(before[0])):
+                yield
+        finally:
+            self._num_active, self._before = num_active, before
+            self._point_at_local()
+
+    @untraced
+    def _point_at_local(self) -> None:
+        self._watch(False)
+        for buffer in self._buffers:
+            buffer.point_at_local()
+        for container, batch_size in self._containers:
+            container.batch_size = batch_size
+        self._watch(True)
+
+    @untraced
+    def _point_back_at(self, before: list[Tensor], batch_sizes: list[Any]) -> None:
+        self._watch(False)
+        for buffer, contents in zip(self._buffers, before, strict=True):
+            buffer.point_back_at(contents)
+        for (container, _), size in zip(self._containers, batch_sizes, strict=True):
+            container.batch_size = size
+
+    @untraced
     def _watch(self, is_local: bool) -> None:
         # All at once, never between two that are pointed elsewhere: views of one base share their version.
         for buffer in self._buffers:
             buffer.watch(is_local)
 
+    @untraced
     def release(self) -> None:
         """At the end of the context: leave those that the caller wants to keep with their local contents."""
         kept = [buffer for buffer in self._buffers if id(buffer.tensor) in self._kept]
@@ -106,33 +144,46 @@ class LocalBuffers:
             if all(id(tensor) in self._kept for _, tensor in named_tensors(container)):
                 container.batch_size = batch_size
 
-    def _saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Autograd saves the tensor object, which will be whole again: save an alias of the local memory instead.
-
-        Only the innermost hooks are asked, so these ask those around them: of a checkpoint that recomputes, say.
-        """
-        around: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if around is None:
-            return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        pack, unpack = around
-
-        @untraced
-        def pack_twice(saved: Tensor) -> _Saved:
-            alias, buffer, version = self._pack(saved)
-            return pack(alias), buffer, None if buffer is None else version
-
-        @untraced
-        def unpack_twice(packed: _Saved) -> Any:
-            return unpack(_unpack(packed))
-
-        return torch.autograd.graph.saved_tensors_hooks(pack_twice, unpack_twice)
-
     @untraced
     def _pack(self, saved: Tensor) -> _Saved:
         buffer = self._by_storage.get(saved.untyped_storage()._cdata) if saved.layout == torch.strided else None
         if buffer is None:
             return saved, None, saved._version
         return saved.data, buffer, buffer.num_changes  # with a version of its own, not that of the tensor
+
+
+def _saving(pack_here: Callable[[Tensor], _Saved]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Autograd saves the tensor object, which will be pointed elsewhere: save an alias of the memory instead.
+
+    Only the innermost hooks are asked, so these ask those around them: of a checkpoint that recomputes, say.
+    """
+    around: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if around is None:
+        return torch.autograd.graph.saved_tensors_hooks(pack_here, _unpack)
+    pack, unpack = around
+
+    @untraced
+    def pack_twice(saved: Tensor) -> _Saved:
+        alias, buffer, version = pack_here(saved)
+        return pack(alias), buffer, None if buffer is None else version
+
+    @untraced
+    def unpack_twice(packed: _Saved) -> Any:
+        return unpack(_unpack(packed))
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_twice, unpack_twice)
+
+
+def _packing_whole(contents: list[Tensor]) -> Callable[[Tensor], _Saved]:
+    storages = {whole.untyped_storage()._cdata for whole in contents}
+
+    @untraced
+    def pack(saved: Tensor) -> _Saved:
+        if saved.layout == torch.strided and saved.untyped_storage()._cdata in storages:
+            return saved.data, None, None  # for a backward that follows at once: nobody changes it in between
+        return saved, None, saved._version
+
+    return pack
 
 
 class _Buffer:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtcp.dispatch.untraced import untraced
+
 _operator = torch.ops.aten.scaled_dot_product_attention.default
 _KEY = "PythonTLSSnapshot"
 
@@ -20,6 +22,7 @@ def is_dtensor(x: Any) -> bool:
     return isinstance(x, Tensor) and hasattr(x, "placements")
 
 
+@untraced
 def _kernel(
     keyset: torch._C.DispatchKeySet,
     query: Tensor,

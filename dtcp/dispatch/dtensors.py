@@ -135,8 +135,9 @@ def _attend_plain(
         slots = -(-seq_len // cp)
         parts.append(F.pad(local, (0, 0, 0, slots - local.size(_SEQUENCE))) if seq_len % cp else local)
         states.append(_contiguous_state(seq_len, cp, local))
+    q_state, kv_state, _ = states
     q, k, v, scale = prepare_inputs(*parts, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
-    out, _ = attention_forward(q, k, v, *states[:2], group_name, is_causal, scale, "ring", "auto")
+    out, _ = attention_forward(q, k, v, q_state, kv_state, group_name, is_causal, scale, "ring", "auto")
     return _from_local(out.transpose(1, 2)[:, :, : query.to_local().size(_SEQUENCE)], query)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dtcp.dispatch.frames import Frame, current
 from dtcp.dispatch.redirect import redirected_attention
-from dtcp.recompute import Restore, captures_state
+from dtcp.recompute import Restore, captures_state, restores_absence
 
 
 @contextlib.contextmanager
@@ -22,15 +22,37 @@ def entered(frame: Frame) -> Iterator[None]:
             current.frame = previous
 
 
+@contextlib.contextmanager
+def _left() -> Iterator[None]:
+    """Leave the context of this thread and those around it for a while, buffers too."""
+    previous = current.frame
+    if previous is None:
+        yield
+        return
+    with previous.buffers.whole():
+        current.frame = None
+        try:
+            yield
+        finally:
+            current.frame = previous
+
+
+@contextlib.contextmanager
+def _exchanged(frame: Frame) -> Iterator[None]:
+    with _left(), entered(frame):
+        yield
+
+
 @captures_state
-def _reenter_current_frame() -> Restore | None:
+def _reenter_current_frame() -> Restore:
     frame = current.frame
     if frame is None:
-        return None
+        return _left
 
     def restore() -> contextlib.AbstractContextManager[None]:
-        if current.frame is frame:
-            return contextlib.nullcontext()
-        return entered(frame)
+        return contextlib.nullcontext() if current.frame is frame else _exchanged(frame)
 
     return restore
+
+
+restores_absence(_left)  # what was computed before the first context

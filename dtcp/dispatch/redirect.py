@@ -16,17 +16,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dtcp.dispatch import multihead
 from dtcp.dispatch.attend import attend
 from dtcp.dispatch.door import is_dtensor
 from dtcp.dispatch.frames import current, is_traced
+from dtcp.dispatch.operators import KEYS, Registrations, put_refusals, refuse_math
+from dtcp.dispatch.untraced import untraced
 from dtcp.recompute import checkpoint_patch
 
 _builtin = torch._C._nn.scaled_dot_product_attention
 _operator = torch.ops.aten.scaled_dot_product_attention.default
-_KEYS = ("AutogradCPU", "CPU", "AutogradCUDA", "CUDA")
 
 
 def redirected(
@@ -51,6 +52,7 @@ def redirected(
     return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
+@untraced
 def _kernel(
     query: Tensor,
     key: Tensor,
@@ -79,6 +81,7 @@ def _kernel(
     return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
+@untraced
 def _transform_kernel(*args: Any, **kwargs: Any) -> Tensor:
     """Under ``torch.vmap`` and other transforms the operator would be taken apart before ``_kernel`` sees it."""
     frame = current.frame
@@ -97,6 +100,7 @@ class _Patches:
         self._lock = threading.RLock()
         self._num_users = 0
         self._stack = contextlib.ExitStack()
+        self._registrations = Registrations()
 
     def acquire(self) -> None:
         with self._lock:
@@ -112,14 +116,14 @@ class _Patches:
                 self._stack.close()
 
     def _install(self) -> None:
-        library = torch.library.Library("aten", "IMPL")
-        for key in _KEYS:
-            library.impl("scaled_dot_product_attention", _kernel, key)
-        library.impl("scaled_dot_product_attention", _transform_kernel, "FuncTorchDynamicLayerFrontMode")
-        self._stack.callback(library._destroy)
+        self._stack.callback(self._registrations.remove)
+        for key in KEYS:
+            self._registrations.put("scaled_dot_product_attention", key, _kernel)
+        self._registrations.put("scaled_dot_product_attention", "FuncTorchDynamicLayerFrontMode", _transform_kernel)
+        put_refusals(self._registrations)
         checkpoint_patch.acquire()
         self._stack.callback(checkpoint_patch.release)
-        self._stack.enter_context(_replaced(F, "multi_head_attention_forward", _multi_head_attention_forward))
+        self._stack.enter_context(multihead.checked_multihead())
         # The fused paths of nn.MultiheadAttention and nn.TransformerEncoderLayer never call the operator.
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -152,21 +156,6 @@ def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
-_multi_head_attention_forward_of_torch = F.multi_head_attention_forward
-
-
-def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
-    """``need_weights=True`` forms the weights by hand and never asks for attention."""
-    frame = current.frame
-    need_weights = kwargs.get("need_weights", args[15] if len(args) > 15 else True)
-    if frame is not None and not frame.is_plain and need_weights:
-        raise NotImplementedError(
-            "nn.MultiheadAttention with need_weights=True forms the attention weights of this rank's tokens only; pass "
-            "need_weights=False inside context_parallel"
-        )
-    return _multi_head_attention_forward_of_torch(*args, **kwargs)
-
-
 def _refuse_flex_attention(*args: Any, **kwargs: Any) -> None:
     frame = current.frame
     if frame is not None and not frame.is_plain:
@@ -186,7 +175,7 @@ _taught = False
 
 
 def teach_dynamo() -> None:
-    """Have Dynamo trace ``redirected`` for the builtin, whatever name it was imported by. Once, and for good.
+    """Have Dynamo trace ``redirected`` for the builtin, whatever name it was imported by, and so on. Once, for good.
 
     For good, because a graph traced without it carries no guard on the current frame, and would be used again inside
     a context. Graphs that are older than this are forgotten once, for the same reason.
@@ -194,12 +183,26 @@ def teach_dynamo() -> None:
     global _taught
     if _taught or "torch._dynamo" not in sys.modules:
         return
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    def trace_redirected(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return tx.inline_user_function_return(VariableTracker.build(tx, redirected), args, kwargs)
+    handlers = TorchInGraphFunctionVariable._get_handlers()
 
-    TorchInGraphFunctionVariable._get_handlers()[_builtin] = trace_redirected
+    def tracing(function: Any) -> Any:
+        def trace(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            return tx.inline_user_function_return(VariableTracker.build(tx, function), args, kwargs)
+
+        return trace
+
+    def trace_refusal_of_math(self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+        tx.inline_user_function_return(VariableTracker.build(tx, refuse_math), [], {})  # and go on as for any operator
+
+    handlers[_builtin] = tracing(redirected)
+    handlers[multihead.function] = tracing(multihead.checked)
+    get_torch_obj_rule_map()[multihead.function] = TorchInGraphFunctionVariable
+    math = torch.ops.aten._scaled_dot_product_attention_math
+    for math_attention in (math, math.default, torch._scaled_dot_product_attention_math):
+        handlers[math_attention] = trace_refusal_of_math
     torch._dynamo.reset()
     _taught = True

@@ -22,6 +22,7 @@ from dtcp.collectives import check_mesh
 from dtcp.dispatch.door import is_dtensor
 from dtcp.dispatch.dtensors import attend_over_group
 from dtcp.layout import SequenceLayout
+from dtcp.parallelize.unmatched import refuse_unmatched_entries
 from dtcp.recompute import Restore, captures_state, checkpoint_patch
 
 
@@ -42,7 +43,7 @@ class ContextParallel(ParallelStyle):
     ``parallelize_module(block, mesh["cp"], {"attention.sdpa": ContextParallel(strategy="ring")})``, then
     ``set_sequence(model, layout)`` before each step. The module takes and gives (B, H, S_local, D) in layout
     order, or (B, S_local, H, D) with ``qkv_format="bshd"``; query heads may be a multiple of key heads. With one
-    cp rank its own forward runs.
+    cp rank its own forward runs. A plan key that matches no module is a ValueError of ``parallelize_module``.
 
     Args:
         strategy, kernel, qkv_format: As in ``context_parallel_attention``.
@@ -84,6 +85,9 @@ class ContextParallel(ParallelStyle):
         # A subclass rather than a replaced `forward`: state dict, hooks, wrappers and Dynamo see an ordinary module.
         module.__class__ = _context_parallel_class(type(module))  # type: ignore[arg-type]  # mypy: no Hashable in nn.Module
         return module
+
+
+refuse_unmatched_entries(ContextParallel)
 
 
 class _ContextParallelModule(nn.Module):

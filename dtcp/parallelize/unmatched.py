@@ -1,0 +1,60 @@
+"""A plan entry of ours that matches no module is an error: torch warns and goes on, and attention would stay local."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from fnmatch import fnmatch
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+
+def refuse_unmatched_entries(style: type[ParallelStyle]) -> None:
+    """Have ``parallelize_module`` raise where a plan's key with an entry of this kind matches nothing at all.
+
+    A style is not asked when its key matches nothing, and torch's function is imported by name: its warning is the
+    one place to notice.
+    """
+    sys.modules[parallelize_module.__module__].warnings = _Warnings(style)  # type: ignore[attr-defined]
+
+
+class _Warnings:
+    """The module ``warnings`` for the module of ``parallelize_module``."""
+
+    def __init__(self, style: type[ParallelStyle]) -> None:
+        self._style = style
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def warn(self, message: str, *, stacklevel: int = 1, **kwargs: Any) -> None:
+        caller = sys._getframe(1)
+        if isinstance(caller.f_locals.get("parallelize_style"), self._style):
+            _check_key(caller, self._style.__name__)
+        warnings.warn(message, stacklevel=stacklevel + 1, **kwargs)
+
+
+def _check_key(frame: FrameType, style: str) -> None:
+    """Raise unless the whole key matches something: of ``layers.*.attention`` some layers may have none."""
+    while frame.f_back is not None and frame.f_back.f_code is frame.f_code:  # it goes down by calling itself
+        frame = frame.f_back
+    module, key = frame.f_locals["module"], frame.f_locals["module_path"]
+    if not _matches(module, key.split(".")):
+        raise ValueError(
+            f"plan key {key!r} of {style} matches no module of {type(module).__name__}, whose attention would see this "
+            f"rank's tokens only; its modules are {_some_names(module)}"
+        )
+
+
+def _matches(module: nn.Module, tokens: list[str]) -> bool:
+    return not tokens or any(
+        _matches(child, tokens[1:]) for name, child in module.named_children() if fnmatch(name, tokens[0])
+    )
+
+
+def _some_names(module: nn.Module) -> str:
+    names = [name for name, _ in module.named_modules() if name]
+    return ", ".join(names[:20]) + (f", … ({len(names)})" if len(names) > 20 else "") if names else "none"

@@ -1,0 +1,160 @@
+"""Warn, once, when ranks that share one model step with gradients that were never added up over the sequence.
+
+Every rank's gradient is its share of a sum, and nothing fails without that sum: the replicas just drift apart. So the
+first steps of an optimizer after a context parallel backward are compared between the ranks: parameters that are equal
+and have gradients that differ. Nothing waits for another rank: each writes the norms into the store of the group, and
+reads those of the others before its next step, which they have then begun too.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dtcp.collectives import resolve_group
+
+_MAX_OPTIMIZERS = 4  # in a group; programs that make one in each step are not followed for long
+_MAX_STEPS = 3  # of an optimizer, to find gradients, and then the others' norms
+_EQUAL = 1e-6  # relative, of the norms of a parameter on two machines
+_DIFFERENT = 1e-3  # relative, of the norms of a gradient; sums that every rank has are equal to the last bit
+
+_KEY = "dtcp/gradients"
+
+_groups: dict[str, _Group] = {}
+_remove_hook: Callable[[], None] | None = None
+
+
+def expect_equal_gradients(group: dist.ProcessGroup) -> None:
+    """Tell that a backward has left shares of gradients on the ranks of ``group``. Costs a look-up after the first."""
+    global _remove_hook
+    if group.group_name in _groups:
+        return
+    _groups[group.group_name] = _Group(group.group_name, is_done=group.size() == 1)
+    if _remove_hook is None and group.size() > 1:
+        _remove_hook = register_optimizer_step_pre_hook(_before_step).remove
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _remove_hook
+    if torch.compiler.is_compiling():
+        return
+    for group in _groups.values():
+        if not group.is_done:
+            group.look_at(optimizer)
+    if all(group.is_done for group in _groups.values()) and _remove_hook is not None:
+        _remove_hook()
+        _remove_hook = None
+
+
+class _Group:
+    """What is known of the optimizers of the ranks that share a sequence."""
+
+    def __init__(self, name: str, is_done: bool) -> None:
+        self.is_done = is_done
+        self._name = name
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+        self._num_optimizers = self._num_judged = 0
+
+    def look_at(self, optimizer: Optimizer) -> None:
+        steps = self._optimizers.get(optimizer)
+        if steps is None:
+            if self._num_optimizers == _MAX_OPTIMIZERS:
+                return
+            steps = self._optimizers[optimizer] = _Steps(f"{_KEY}/{self._num_optimizers}")
+            self._num_optimizers += 1
+        if steps.is_judged:
+            return
+        try:
+            differing = steps.next(optimizer, resolve_group(self._name))
+        except (RuntimeError, ValueError):  # the group has ended, or its store cannot be asked
+            self.is_done = True
+            return
+        if differing is not None:
+            for group in _groups.values():
+                group.is_done = True
+            _warn(differing)
+        self._num_judged += steps.is_judged
+        self.is_done |= self._num_judged == _MAX_OPTIMIZERS
+
+
+class _Steps:
+    """The first steps of one optimizer; ``key`` is the same on every rank."""
+
+    def __init__(self, key: str) -> None:
+        self.is_judged = False
+        self._key, self._num_steps, self._has_written = key, 0, False
+
+    def next(self, optimizer: Optimizer, group: dist.ProcessGroup) -> str | None:
+        """Before a step: write what there is to compare, or compare. Return what differs, if something does."""
+        self._num_steps += 1
+        store, keys = group.get_group_store(), [f"{self._key}/{rank}" for rank in range(group.size())]
+        if not self._has_written:
+            if plain := _plain_parameters(optimizer):
+                store.set(keys[group.rank()], json.dumps(_norms(plain)))
+                self._has_written, self._num_steps = True, 0
+        elif store.check(keys):
+            self.is_judged = True
+            return _differing([json.loads(store.get(key)) for key in keys])
+        self.is_judged = self._num_steps == _MAX_STEPS
+        return None
+
+
+def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Parameters that every rank holds whole, as far as one can see, with a gradient. FSDP's are not."""
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+        and parameter.grad.layout == torch.strided
+        and type(parameter).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        and not getattr(parameter, "_fsdp_flattened", False)
+    ]
+
+
+@torch.no_grad()
+def _norms(parameters: list[Tensor]) -> list[list[Any]]:
+    """(shape, norm of the parameter, norm of its gradient) of each."""
+    device = parameters[0].device
+    both = [x.norm(dtype=torch.float32).to(device) for p in parameters for x in (p, p.grad) if x is not None]
+    norms = torch.stack(both).view(-1, 2).tolist()  # one copy from the device
+    return [[list(p.shape), *norm] for p, norm in zip(parameters, norms, strict=True)]
+
+
+def _differing(of_ranks: list[list[list[Any]]]) -> str | None:
+    """The first parameter that is equal on all ranks and has a gradient that is not."""
+    if len({len(norms) for norms in of_ranks}) > 1:
+        return None
+    largest = max(gradient for norms in of_ranks for _, _, gradient in norms)
+    for entries in zip(*of_ranks, strict=True):
+        shapes, parameters, gradients = zip(*entries, strict=True)
+        is_one = all(shape == shapes[0] for shape in shapes) and _spread(parameters) <= _EQUAL
+        if is_one and max(gradients) > 1e-6 * largest and _spread(gradients) > _DIFFERENT:
+            return f"the gradient of a parameter of shape {tuple(shapes[0])} has norm " + ", ".join(
+                f"{norm:.4g} on rank {rank}" for rank, norm in enumerate(gradients)
+            )
+    return None
+
+
+def _spread(values: tuple[float, ...]) -> float:
+    return (max(values) - min(values)) / max(abs(value) for value in values) if any(values) else 0.0
+
+
+def _warn(differing: str) -> None:
+    warnings.warn(
+        f"dtcp: an optimizer has stepped with gradients that were not added up over the ranks of context parallelism: "
+        f"{differing}, so the ranks' models drift apart. Call dtcp.reduce_gradients(model, dims) after the backward, "
+        "or shard the model by dtcp.apply_fsdp, whose backward adds them up. If this is meant, "
+        "warnings.filterwarnings('ignore', message='dtcp: an optimizer')",
+        UserWarning,
+        stacklevel=6,
+    )
