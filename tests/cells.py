@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,26 @@ AXES: dict[str, list[Any]] = {
     "strategy": ["ring", "all_gather"],
     "world": [2, 3, 4],
 }
+
+
+INDUCTOR_CELLS = [
+    Cell(
+        compile=compiled,
+        checkpointing=checkpointing,
+        backward=AXES["backward"][index % 2],
+        call=AXES["call"][index % 3],
+        door=door,
+        strategy=AXES["strategy"][index // 2 % 2],
+        backend="inductor",
+    )
+    for index, (compiled, checkpointing, door) in enumerate(
+        itertools.product(
+            ["block", "model"],
+            ["none", "non_reentrant", "selective_saved", "selective_recomputed"],
+            AXES["door"],
+        )
+    )
+]
 
 
 class Attention(nn.Module):

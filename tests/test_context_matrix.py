@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from cells import AXES, Cell, check_cell
+from cells import AXES, INDUCTOR_CELLS, Cell, check_cell
 from oracle import all_pairs
 
 PAIRWISE = [Cell(**options) for options in all_pairs(AXES)]
@@ -22,10 +22,12 @@ def test_cell_equals_one_rank(ranks, cell):
     ranks.run(cell.world, check_cell, cell, timeout=120)
 
 
-@pytest.mark.parametrize("door", ["context", "plan"])
-@pytest.mark.parametrize("compiled", ["block", "model"])
-def test_inductor_cell_equals_one_rank(ranks, compiled, door):
-    cell = Cell(compile=compiled, checkpointing="non_reentrant", door=door, call="by_name", backend="inductor")
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c.checkpointing != "non_reentrant")) for c in INDUCTOR_CELLS],
+    ids=cell_id,
+)
+def test_inductor_cell_equals_one_rank(ranks, cell):
     ranks.run(2, check_cell, cell, timeout=180)
 
 
