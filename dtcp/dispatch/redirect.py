@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import FlexAttentionHOP
 
 from dtcp.dispatch import multihead
 from dtcp.dispatch.attend import attend
@@ -128,9 +129,12 @@ class _Patches:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         self._stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        # Its operator, for who loads its module inside a context; and a function of its module, for graphs that are
+        # older than the context, which are guarded by it.
+        self._stack.enter_context(_replaced(FlexAttentionHOP, "__call__", _flex_operator))
         if "torch.nn.attention.flex_attention" in sys.modules:
             flex = sys.modules["torch.nn.attention.flex_attention"]
-            self._stack.enter_context(_replaced(flex, "_validate_sdpa_input", _refuse_flex_attention))
+            self._stack.enter_context(_replaced(flex, "_validate_sdpa_input", _validate_flex))
 
 
 _patches = _Patches()
@@ -156,18 +160,26 @@ def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def _refuse_flex_attention(*args: Any, **kwargs: Any) -> None:
+def _refuse_flex_attention() -> None:
     frame = current.frame
     if frame is not None and not frame.is_plain:
         raise NotImplementedError(
             "flex_attention inside context_parallel is not available yet; call F.scaled_dot_product_attention"
         )
-    _validate_flex_of_torch(*args, **kwargs)
 
 
-def _validate_flex_of_torch(*args: Any, **kwargs: Any) -> None:
+_flex_operator_of_torch = FlexAttentionHOP.__call__
+
+
+def _flex_operator(*args: Any, **kwargs: Any) -> Any:
+    _refuse_flex_attention()
+    return _flex_operator_of_torch(*args, **kwargs)
+
+
+def _validate_flex(*args: Any, **kwargs: Any) -> None:
     from torch.nn.attention._utils import _validate_sdpa_input
 
+    _refuse_flex_attention()
     _validate_sdpa_input(*args, **kwargs)
 
 
