@@ -61,22 +61,13 @@ def attend_dtensors(
     return call(*tensors, is_causal, scale, enable_gqa)
 
 
-def attend_in_context(
-    frame: Frame,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Inside ``context_parallel``, which says how the sequence is cut, DTensors may be cut over heads and rows."""
-    return attend_over_group(
-        (frame.group_name, frame.strategy, frame.kernel), frame.state, query, key, value, attn_mask, dropout_p,
-        is_causal, scale, enable_gqa,
-    )  # fmt: skip
+def attend_in_context(frame: Frame, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+    """Inside ``context_parallel``, which says how the sequence is cut, DTensors may be cut over heads and rows.
+
+    ``options`` are what follows in ``attend``.
+    """
+    names = frame.group_name, frame.strategy, frame.kernel
+    return attend_over_group(names, frame.state, query, key, value, *options)
 
 
 class _Settings(NamedTuple):
