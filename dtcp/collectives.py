@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import threading
 import weakref
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dtcp.recompute import Restore, captures_state
 
@@ -37,6 +41,7 @@ _OPERATIONS = (
 _CURE = (
     "every rank must make the same calls and run the same backwards in the same order, with requires_grad alike"
 )
+_AXIS = "mesh axis"
 _agreed: set[tuple[str, str, tuple[int, ...]]] = set()
 _Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
 _num_agreements: _Counts = weakref.WeakKeyDictionary()
@@ -60,10 +65,34 @@ def check_mesh(mesh: DeviceMesh, caller: str) -> None:
         )
 
 
+@functools.lru_cache(maxsize=256)
+def describe_axis(mesh: DeviceMesh, axis: int) -> str:
+    """A name of the group of ``axis`` that is the same on every rank, and that ``resolve_group`` knows.
+
+    For graphs that torch caches by their inputs, a mesh among them: it would give one rank, or another program, the
+    graph of a rank whose group has another name.
+    """
+    with _disable_current_modes():  # made while tracing too
+        return json.dumps([_AXIS, mesh.mesh.tolist(), axis])
+
+
+def _ranks_of_axis(description: str) -> list[int]:
+    """The global ranks that share the axis with this one."""
+    _, mesh, axis = json.loads(description)
+    ranks = np.moveaxis(np.array(mesh), axis, -1)
+    return ranks[(ranks == dist.get_rank()).any(axis=-1)][0].tolist()
+
+
 def resolve_group(group_name: str) -> dist.ProcessGroup:
     """Return the process group of that name: a name is what travels through compiled graphs."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.distributed_c10d import _find_pg_by_ranks_and_tag, _resolve_process_group
 
+    if group_name.startswith(f'["{_AXIS}"'):
+        ranks = _ranks_of_axis(group_name)
+        group = _find_pg_by_ranks_and_tag("", ranks)
+        if group is None:
+            raise RuntimeError(f"the process group of ranks {ranks}, for which a graph was compiled, does not exist")
+        return group
     return _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
 
 

@@ -349,6 +349,33 @@ def test_compiled_attention_of_dtensors_is_exact(ranks, backend):
     ranks.run(2, check_compiled, backend, timeout=180)
 
 
+def check_group_of_a_graph(rank: int, world: int) -> None:
+    from dtcp.collectives import describe_axis, resolve_group
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    for axis in (0, 1):
+        name = describe_axis(mesh, axis)
+        assert name == ranks_of(name), "the same on every rank, whatever its groups are called"
+        group = resolve_group(name)
+        members = torch.distributed.get_process_group_ranks(group)
+        assert members == torch.distributed.get_process_group_ranks(mesh.get_group(axis)) and rank in members
+    attend = torch.compile(Problem(16).attend, backend="inductor", fullgraph=True)
+    solve(Problem(16), mesh, [SEQUENCE, HEADS], attend)
+    with pytest.raises(RuntimeError, match="does not exist"):
+        resolve_group('["mesh axis", [[0, 1, 2], [3, 4, 5]], 1]')
+
+
+def ranks_of(name: str) -> str:
+    names: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(names, name)
+    return names[0]
+
+
+def test_a_cached_graph_finds_the_group_of_its_rank(ranks):
+    for _ in range(2):  # the second time from torch's cache
+        ranks.run(4, check_group_of_a_graph, timeout=120)
+
+
 def check_others_untouched(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     x = torch.randn(2, 4, 8, 4)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtcp.attention.api import prepare_inputs
 from dtcp.attention.ops import attention_forward
+from dtcp.collectives import describe_axis
 from dtcp.dispatch.attend import attend, check_options
 from dtcp.dispatch.frames import Frame, current, is_traced
 from dtcp.dispatch.tagged import LayoutTensor, same_layout
@@ -112,12 +113,14 @@ def _attend_plain(
     query: DTensor, key: DTensor, value: DTensor, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Tensor:
     axis = _sequence_axes(query)[0]
-    cp, group_name = query.device_mesh.size(axis), query.device_mesh.get_group(axis).group_name
+    mesh, cp = query.device_mesh, query.device_mesh.size(axis)
+    is_compiled = is_traced(query.to_local())
+    group_name = describe_axis(mesh, axis) if is_compiled else mesh.get_group(axis).group_name
     parts, states = [], []
     for name, x in zip(_NAMES, (query, key, value), strict=True):
         # A length of its own for each graph: torch loses the sizes of a dynamic DTensor on the way to the backward.
         seq_len, local = int(x.size(_SEQUENCE)), x.to_local()
-        if seq_len % cp and is_traced(local):
+        if seq_len % cp and is_compiled:
             raise NotImplementedError(
                 f"{name}: {seq_len} tokens cut unevenly over {cp} ranks under torch.compile, whose cache would give "
                 "one rank the graph of another; use as_dtensor, which has as many slots on each rank, or pad"
