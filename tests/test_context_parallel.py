@@ -157,6 +157,52 @@ def test_a_later_set_sequence_does_not_reach_an_earlier_backward(ranks):
     ranks.run(2, check_in_flight)
 
 
+def check_copies(rank: int, world: int) -> None:
+    """A copy forgets the sequence: else a recomputation in it would take that of a later step."""
+    import io
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    whole, cut = make_pair()
+    parallelize(cut, mesh, kernel="math")
+    layout = dtcp.make_layout("head_tail", seq_len=13, cp=world)
+    dtcp.set_sequence(cut, layout)
+    file = io.BytesIO()
+    torch.save(cut[0].sdpa, file)
+    file.seek(0)
+    loaded = copy.deepcopy(cut)
+    loaded[0].sdpa = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(cut), loaded):
+        assert type(other[0].sdpa) is type(cut[0].sdpa)
+        with pytest.raises(RuntimeError, match="does not know the sequence; call dtcp.set_sequence"):
+            other(torch.zeros(1, layout.local_seq_len, 32).double())
+        check_step(mesh, whole, other, layout)
+
+
+def test_copies_of_a_planned_model_are_told_their_own_sequence(ranks):
+    ranks.run(2, check_copies)
+
+
+def check_attribute(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    whole, cut = make_pair()
+    parallelize(cut, mesh, kernel="math")
+    for is_causal in (True, False):
+        for block in (*whole, *cut):
+            block.sdpa.is_causal = is_causal
+        check_step(mesh, whole, cut, dtcp.make_layout("striped", seq_len=9, cp=world))
+    hidden = Block()
+    hidden.sdpa.forward = torch.nn.functional.scaled_dot_product_attention
+    compiled = Block()
+    compiled.sdpa = torch.compile(compiled.sdpa)
+    for block in (hidden, compiled):
+        with pytest.raises(ValueError, match="has a forward of its own instance .* apply the plan before"):
+            parallelize([block], mesh, is_causal=True)
+
+
+def test_the_module_decides_at_each_call_and_hides_no_forward(ranks):
+    ranks.run(2, check_attribute)
+
+
 def check_refusals(rank: int, world: int) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 

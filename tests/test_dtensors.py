@@ -170,7 +170,7 @@ def check_natural_order_refused(rank: int, world: int) -> None:
         "softmax": lambda: x.softmax(2),
         "flip": lambda: x.flip(2),
         "view": lambda: x.reshape(-1),
-        "dropout": lambda: F.dropout(x, 0.5),
+        "dropout": lambda: torch.bernoulli(x),
     }
     for name, operation in operations.items():
         with pytest.raises(NotImplementedError, match=r"natural order.*head_tail|to_local"):
@@ -184,7 +184,13 @@ def check_natural_order_refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"two layouts, .*head_tail.*striped"):
         x + striped
     assert torch.equal((x * torch.tensor(2.0)).to_local(), local * 2) and "LayoutTensor" in repr(x)
-    assert torch.equal(x.add_(1).to_local(), local), "in place, in the caller's memory"
+    for change in (lambda: x.add_(1), lambda: x.zero_(), lambda: x.copy_(x * 2)):
+        with pytest.raises(NotImplementedError, match="in place, which has the memory of another; use a copy"):
+            change()
+    with pytest.raises(NotImplementedError, match="natural order"):
+        torch.equal(x, x)
+    with pytest.raises(NotImplementedError, match="no leaf that needs a gradient"):
+        dtcp.as_dtensor(local.clone(), mesh, layout).requires_grad_().to_local().sum().backward()
 
 
 def test_operations_in_natural_order_are_refused_on_a_layout(ranks):
@@ -248,6 +254,109 @@ def check_refusals(rank: int, world: int) -> None:
 
 def test_wrong_and_mixed_placements_are_refused_by_name(ranks):
     ranks.run(4, check_refusals)
+
+
+MODIFIED = "modified by an inplace operation|in place, which has the memory"
+
+
+def check_modified(rank: int, world: int, backend: str | None) -> None:
+    """The op saves local parts, whose versions do not count what is done to the DTensor; autograd sees it still."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout("head_tail", seq_len=16, cp=world)
+    problem = Problem(16)
+    whole = problem.inputs[0][:, :2]
+
+    def tag(x: Tensor) -> Any:
+        return dtcp.as_dtensor(dtcp.shard(x, mesh, layout, dim=2), mesh, layout)
+
+    ways: dict[str, Any] = {
+        str(placement): lambda x, placement=placement: distribute_tensor(x, mesh, [placement])
+        for placement in (SEQUENCE, HEADS, Shard(0), Replicate())
+    } | {"layout": tag}
+    for name, distribute in ways.items():
+
+        def modify_out(x: Any) -> Any:
+            out = problem.attend(x, x, x)
+            out.mul_(2)
+            return out.to_local().sum()
+
+        def modify_input(x: Any) -> Any:
+            x = x * 1
+            out = problem.attend(x, x, x)
+            x.mul_(2)
+            return out.to_local().sum()
+
+        for modify in (modify_out, modify_input):
+            run = torch.compile(modify, backend=backend) if backend else modify
+            x = distribute(whole) if name == "layout" else distribute(whole).requires_grad_()
+            leaf = dtcp.shard(whole, mesh, layout, dim=2).requires_grad_()
+            x = dtcp.as_dtensor(leaf, mesh, layout) if name == "layout" else x
+            with pytest.raises(Exception, match=MODIFIED):
+                run(x).backward()
+                raise AssertionError((name, modify.__name__))
+    leaf = dtcp.shard(whole, mesh, layout, dim=2).requires_grad_()
+    local = leaf * 1
+    out = dtcp.as_dtensor(local, mesh, layout).sin().to_local()
+    local.mul_(2)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_modifying_dtensors_in_place_is_an_error(ranks, backend):
+    ranks.run(2, check_modified, backend, timeout=120)
+
+
+def check_submesh(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh, problem = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",)), Problem(12)
+    for placement in (SEQUENCE, HEADS):
+        parts = [distribute_tensor(x, mesh, [placement]) for x in problem.inputs[:3]]
+        out = problem.attend(*parts)
+        assert out.shape == problem.answers[0].shape
+        if rank < 2:
+            assert relative_error(out.full_tensor(), problem.answers[0]) < 1e-12
+        else:
+            assert out.to_local().numel() == 0
+
+
+def test_ranks_outside_the_mesh_have_an_empty_part(ranks):
+    ranks.run(3, check_submesh)
+
+
+def check_strides(rank: int, world: int) -> None:
+    mesh, problem = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), Problem(12, value_dim=4)
+    with torch.no_grad():  # torch's math kernel: another order of memory than that of our op
+        out = problem.attend(*(distribute_tensor(x, mesh, [HEADS]) for x in problem.inputs[:3]))
+    joined = out.transpose(1, 2).reshape(2, 12, -1).full_tensor()
+    assert relative_error(joined, problem.answers[0].transpose(1, 2).reshape(2, 12, -1)) < 1e-12
+    attend = torch.compile(problem.attend, backend="aot_eager", fullgraph=True)
+    for placement in (SEQUENCE, HEADS, Shard(0)):  # one function, several placements
+        solve(problem, mesh, [placement], attend)
+
+
+def test_the_result_has_the_strides_of_its_parts(ranks):
+    ranks.run(2, check_strides)
+
+
+def check_torchs_own(rank: int, world: int) -> None:
+    """Torch's context_parallel has shards of its own: attention inside it is not ours (on CPU torch has none)."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    buffers = [x.clone() for x in Problem(16).inputs[:3]]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]), count_op_calls() as count:
+        with pytest.raises(NotImplementedError, match="flash_attention_for_cpu"):
+            F.scaled_dot_product_attention(*buffers, is_causal=True, enable_gqa=True)
+        assert count[0] == 0
+    with count_op_calls() as count:
+        solve(Problem(16), mesh, [SEQUENCE])
+    assert count[0] == 1
+
+
+def test_torchs_own_context_parallel_keeps_its_attention(ranks):
+    ranks.run(2, check_torchs_own)
 
 
 class Attention(nn.Module):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_global_tensor_info
 
 from dtcp.attention.api import prepare_inputs
 from dtcp.attention.ops import attention_forward
@@ -27,6 +28,7 @@ from dtcp.layout import make_layout
 _BATCH, _HEADS, _SEQUENCE = 0, 1, 2
 _NAMES = ("query", "key", "value")
 Distributed = DTensor | LayoutTensor
+_TORCHS_OWN = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 def attend_dtensors(
@@ -45,11 +47,15 @@ def attend_dtensors(
     """
     tensors = (query, key, value)
     frame = current.frame
+    if _TORCHS_OWN in DTensor._op_dispatcher._custom_op_handlers:  # torch's context_parallel, whose shards are its own
+        return None
     if frame is not None and not frame.is_plain:
         return attend_in_context(frame, *tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not any(_is_cut_along_sequence(x) for x in tensors):
         if attn_mask is not None or dropout_p or _refusal(tensors) is not None:
             return None
+        if not query.device_mesh._is_current_rank_part_of_mesh():  # type: ignore[attr-defined]
+            return _empty_part(query, value)
         each = functools.partial(
             F.scaled_dot_product_attention, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -57,9 +63,18 @@ def attend_dtensors(
     refusal = _refusal(tensors)
     if refusal is not None:
         raise refusal
+    if not query.device_mesh._is_current_rank_part_of_mesh():  # type: ignore[attr-defined]
+        return _empty_part(query, value)
     check_options(query, key, attn_mask, dropout_p, is_causal, "with DTensors cut along the sequence")
     call: Callable[..., Tensor] = _attend_tagged if isinstance(query, LayoutTensor) else _attend_plain
     return call(*tensors, is_causal, scale, enable_gqa)
+
+
+def _empty_part(query: Any, value: Any) -> Tensor:
+    """What a rank that is not in the mesh has of the result."""
+    shape = torch.Size((*query.shape[:-1], value.size(-1)))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(query.to_local(), query.device_mesh, query.placements, shape=shape, stride=stride)
 
 
 def attend_in_context(frame: Frame, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
@@ -103,10 +118,7 @@ def on_local_parts(
     refusal = _refusal(tensors, group_name)
     if refusal is not None:
         raise refusal
-    query = tensors[0]
-    assert isinstance(query, DTensor)
-    out = attend_parts(*(x.to_local() for x in tensors))  # type: ignore[attr-defined]
-    return _from_local(out, query)
+    return _from_part(attend_parts(*(x.to_local() for x in tensors)), tensors)  # type: ignore[attr-defined]
 
 
 def _attend_plain(
@@ -118,7 +130,6 @@ def _attend_plain(
     group_name = describe_axis(mesh, axis) if is_compiled else mesh.get_group(axis).group_name
     parts, states = [], []
     for name, x in zip(_NAMES, (query, key, value), strict=True):
-        # A length of its own for each graph: torch loses the sizes of a dynamic DTensor on the way to the backward.
         seq_len, local = int(x.size(_SEQUENCE)), x.to_local()
         if seq_len % cp and is_compiled:
             raise NotImplementedError(
@@ -132,7 +143,10 @@ def _attend_plain(
     q_state, kv_state, _ = states
     q, k, v, scale = prepare_inputs(*parts, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
     out, _ = attention_forward(q, k, v, q_state, kv_state, group_name, is_causal, scale, "ring", "auto")
-    return _from_local(out.transpose(1, 2)[:, :, : query.to_local().size(_SEQUENCE)], query)
+    out, inputs, seq_len = out.transpose(1, 2), (query, key, value), int(query.size(_SEQUENCE))
+    if seq_len % cp == 0:
+        return _from_part(out, inputs)
+    return _from_part(out[:, :, : query.to_local().size(_SEQUENCE)], inputs, seq_len=seq_len)
 
 
 def _attend_tagged(
@@ -147,7 +161,7 @@ def _attend_tagged(
     out, _ = attention_forward(
         q, k, v, query.state, kv_state, tag.group_name, is_causal, scale, tag.strategy, tag.kernel
     )
-    return query.with_local(out.transpose(1, 2))
+    return query.with_local(out.transpose(1, 2), query, key, value)
 
 
 def _contiguous_state(seq_len: int, cp: int, local: Tensor) -> Tensor:
@@ -167,14 +181,43 @@ def _(seq_len: int, cp: int) -> Tensor:
     return torch.empty(5, dtype=torch.int64, device="cpu")
 
 
-def _from_local(out: Tensor, query: DTensor) -> Tensor:
-    """``out`` (B, Hq, S_local, Dv), a view of (B, S_local, Hq, Dv), as a DTensor that is cut as ``query`` is."""
-    batch, heads, seq_len, _ = query.shape
-    width = out.size(-1)
-    stride = (seq_len * heads * width, width, heads * width, 1)
-    return DTensor.from_local(
-        out, query.device_mesh, query.placements, shape=torch.Size((batch, heads, seq_len, width)), stride=stride
-    )
+def _from_part(part: Tensor, inputs: Sequence[Any], *, seq_len: int | None = None) -> Tensor:
+    """This rank's part (B, H, S_local, Dv) of the result as a DTensor that is cut as the query is.
+
+    Args:
+        seq_len: That of the whole, where parts are uneven; ``part`` is then a view of (B, S_local, H, Dv).
+    """
+    mesh, placements = inputs[0].device_mesh, inputs[0].placements
+    if seq_len is None:
+        shape, stride = compute_global_tensor_info(part, mesh, placements)
+    else:
+        (batch, heads), width = inputs[0].shape[:2], part.size(-1)
+        shape, stride = [batch, heads, seq_len, width], [seq_len * heads * width, width, heads * width, 1]
+    # Numbers, also while a graph is traced: torch loses the sizes of a dynamic DTensor on the way to the backward.
+    return _Joined.apply(part, torch.Size(map(int, shape)), tuple(map(int, stride)), *inputs)
+
+
+class _Joined(torch.autograd.Function):
+    """Holds the DTensors, so that autograd sees if one of them is modified in place before its backward.
+
+    The attention op has saved their local parts, whose versions do not count what is done to a DTensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, shape: torch.Size, stride: tuple[int, ...], *inputs: DTensor) -> DTensor:
+        mesh, placements = inputs[0].device_mesh, inputs[0].placements
+        out = DTensor.from_local(part.view_as(part), mesh, placements, shape=shape, stride=stride)
+        ctx.save_for_backward(*inputs, out)
+        ctx.mesh, ctx.placements = mesh, placements
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises if one was modified
+        if grad is not None and grad.placements != ctx.placements:
+            grad = grad.redistribute(ctx.mesh, ctx.placements)
+        return None if grad is None else grad.to_local(), *[None] * 5
 
 
 def _sequence_axes(x: Distributed) -> list[int]:

@@ -76,9 +76,9 @@ class LayoutTensor(Tensor):
         """This rank's slots, in layout order."""
         return _ToLocal.apply(self)
 
-    def with_local(self, local: Tensor) -> LayoutTensor:
-        """``local``, which is cut as this is, with a gradient to it."""
-        return _ToTagged.apply(local, self.state, self.device_mesh, self.placements, self.tag)
+    def with_local(self, local: Tensor, *sources: Tensor) -> LayoutTensor:
+        """``local``, which is cut as this is, with a gradient to it; and none if ``sources`` are modified before."""
+        return _ToTagged.apply(local, self.state, self.device_mesh, self.placements, self.tag, *sources)
 
     def full_tensor(self, **_: Any) -> Tensor:
         raise NotImplementedError(_message("full_tensor", self))
@@ -97,7 +97,7 @@ class LayoutTensor(Tensor):
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         tagged = [x for x in inputs if isinstance(x, LayoutTensor)]
         if not tagged or not _is_pointwise(func):
-            raise NotImplementedError(_message(str(func), tagged[0] if tagged else None))
+            raise NotImplementedError(_message(func, tagged[0] if tagged else None))
         first = tagged[0]
         for x in inputs:
             _check_cut_alike(func, first, x)
@@ -105,8 +105,6 @@ class LayoutTensor(Tensor):
         for x in tagged[1:]:
             state = same_layout(state, x.state)
         out = func(*map(_local, args), **{name: _local(x) for name, x in kwargs.items()})
-        if out is first._local_tensor:  # in place
-            return first
         return LayoutTensor(out, state, first.device_mesh, first.placements, first.tag)
 
     def __tensor_flatten__(self) -> Any:
@@ -210,22 +208,31 @@ def _tagged(
 class _ToTagged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, state: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], tag: Tag
+        ctx: Any,
+        local: Tensor,
+        state: Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        tag: Tag,
+        *sources: Tensor,
     ) -> LayoutTensor:
-        ctx.tag = tag
+        ctx.tag, ctx.num_sources = tag, len(sources)
         ctx.set_materialize_grads(False)
+        # Autograd saves tensors of this class further on, whose versions do not count what is done to ``local``.
+        ctx.save_for_backward(local, *sources)
         return LayoutTensor(local.view_as(local), state, mesh, placements, tag)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises if one was modified
         if grad is None:
-            return (None,) * 5
+            return (None,) * (5 + ctx.num_sources)
         if not isinstance(grad, LayoutTensor) or grad.tag != ctx.tag:
             raise RuntimeError(
                 f"the gradient of a tensor with {ctx.tag} must be cut like it, got a {type(grad).__name__}; take the "
                 "loss of x.to_local()"
             )
-        return grad._local_tensor, None, None, None, None
+        return grad._local_tensor, *[None] * (4 + ctx.num_sources)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -258,7 +265,8 @@ def _local(x: Any) -> Any:
 def _is_pointwise(func: Any) -> bool:
     """Whether slot i of the result comes from slot i of the inputs, on any rank alike."""
     is_one = func in _SAME_ORDER or torch.Tag.pointwise in func.tags
-    return is_one and torch.Tag.nondeterministic_seeded not in func.tags and len(func._schema.returns) == 1
+    has_tensor = [str(returned.type) for returned in func._schema.returns] == ["Tensor"]
+    return is_one and has_tensor and torch.Tag.nondeterministic_seeded not in func.tags and not func._schema.is_mutable
 
 
 def _check_cut_alike(func: Any, first: LayoutTensor, x: Tensor) -> None:
@@ -295,7 +303,14 @@ def _(first: Tensor, second: Tensor) -> Tensor:
     return torch.empty_like(first)
 
 
-def _message(what: str, x: LayoutTensor | None) -> str:
+def _message(what: Any, x: LayoutTensor | None) -> str:
+    if what is _aten.new_empty_strided.default:
+        return (
+            "as_dtensor gives no leaf that needs a gradient, and no input of a reentrant checkpoint; let the local "
+            "tensor need it, and call as_dtensor in the checkpointed function"
+        )
+    if isinstance(what, torch._ops.OpOverload) and what._schema.is_mutable:
+        return f"{what} changes a tensor of as_dtensor in place, which has the memory of another; use a copy (x * 2)"
     layout = "" if x is None or type(x.state) is not Tensor else f" ({layout_from_state(x.state).name})"
     return (
         f"{what} would read the shards of this tensor in natural order, but they are in that of its layout{layout}; "

@@ -32,7 +32,7 @@ class _Plan:
 
     group_name: str
     cp: int
-    is_causal: bool
+    is_causal: bool | None  # None: as the module's attribute says when it is called
     strategy: str
     kernel: str
 
@@ -47,7 +47,7 @@ class ContextParallel(ParallelStyle):
 
     Args:
         strategy, kernel, qkv_format: As in ``context_parallel_attention``.
-        is_causal: Whether the module masks the future; None reads the module's attribute ``is_causal``.
+        is_causal: Whether the module masks the future; None reads the module's attribute ``is_causal`` at each call.
         scale: Of the scores; None is 1/√D.
     """
 
@@ -78,8 +78,14 @@ class ContextParallel(ParallelStyle):
                 f"ContextParallel cannot tell whether {type(module).__name__} is causal; pass "
                 "ContextParallel(is_causal=True) or False"
             )
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{type(module).__name__} has a forward of its own instance (by torch.compile, or a library that "
+                "replaces it), which would hide the context parallel one; apply the plan before, or undo it: "
+                "del module.forward"
+            )
         group_name = device_mesh.get_group().group_name
-        module._dtcp_plan = _Plan(group_name, device_mesh.size(), is_causal, self.strategy, self.kernel)  # type: ignore[assignment]
+        module._dtcp_plan = _Plan(group_name, device_mesh.size(), self.is_causal, self.strategy, self.kernel)  # type: ignore[assignment]
         module._dtcp_scale, module._dtcp_format = self.scale, self.qkv_format  # type: ignore[assignment]
         module._dtcp_state, module._dtcp_is_plain = None, False  # type: ignore[assignment]
         # A subclass rather than a replaced `forward`: state dict, hooks, wrappers and Dynamo see an ordinary module.
@@ -98,6 +104,21 @@ class _ContextParallelModule(nn.Module):
     _dtcp_format: str
     _dtcp_state: Tensor | None
     _dtcp_is_plain: bool
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy has to be told its own sequence: only then is it among those that a recomputation restores.
+        self._dtcp_state, self._dtcp_is_plain = None, False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made here and has no name that pickle could find it by.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new_module, (type(self).__mro__[2],), *reduced[2:]
+
+    @property
+    def _dtcp_is_causal(self) -> bool:
+        is_causal = self._dtcp_plan.is_causal
+        return bool(self.is_causal) if is_causal is None else is_causal
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._dtcp_is_plain:
@@ -118,7 +139,7 @@ class _ContextParallelModule(nn.Module):
             report_refusal(error, plan.group_name, query)
             raise
         out, _ = attention_forward(
-            query, key, value, state, state, plan.group_name, plan.is_causal, scale, plan.strategy, plan.kernel
+            query, key, value, state, state, plan.group_name, self._dtcp_is_causal, scale, plan.strategy, plan.kernel
         )
         return out.transpose(1, 2) if self._dtcp_format == "bhsd" else out
 
@@ -129,7 +150,9 @@ class _ContextParallelModule(nn.Module):
         plan, state = self._dtcp_plan, self._dtcp_state
         assert state is not None
         names = plan.group_name, plan.strategy, plan.kernel
-        out = attend_over_group(names, state, query, key, value, None, 0.0, plan.is_causal, self._dtcp_scale, True)
+        out = attend_over_group(
+            names, state, query, key, value, None, 0.0, self._dtcp_is_causal, self._dtcp_scale, True
+        )
         return out.transpose(1, 2) if is_swapped else out
 
 
@@ -166,6 +189,11 @@ def _capture_sequences() -> Restore | None:
             _set_states(later)
 
     return restore
+
+
+def _new_module(cls: type[nn.Module]) -> nn.Module:
+    made = _context_parallel_class(cls)  # type: ignore[arg-type]  # mypy: no Hashable in nn.Module
+    return made.__new__(made)
 
 
 @functools.cache
