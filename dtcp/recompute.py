@@ -56,24 +56,19 @@ def _is_restoring(fn: Any) -> bool:
     return getattr(fn, "is_restoring", False)
 
 
-def _recomputes_restoring(recompute: Any) -> bool:
-    """Whether torch's recomputing function is one of a function that we have wrapped."""
-    cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or (), strict=True))
-    return "fn" in cells and _is_restoring(cells["fn"].cell_contents)
-
-
-_generator = torch_checkpoint._checkpoint_without_reentrant_generator
+_frame = torch_checkpoint._CheckpointFrame  # has what a non-reentrant checkpoint, of any kind, will recompute
+_init = _frame.__init__
 _run = torch_checkpoint._run_fn_with_dynamo_disabled
 _function = torch_checkpoint.CheckpointFunction
 _forward, _backward = _function.forward, _function.backward
 
 
-def _restoring_generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _generator(_restoring(fn), *args, **kwargs)
+def _restoring_init(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _init(self, _restoring(recompute_fn), *args, **kwargs)
 
 
 def _run_restoring(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _restored([] if _recomputes_restoring(recompute) else _absences):
+    with _restored([] if _is_restoring(recompute) else _absences):
         return _run(recompute, *args, **kwargs)
 
 
@@ -97,7 +92,7 @@ def _restoring_backward(ctx: Any, *grads: Any) -> Any:
 
 
 class _CheckpointPatch:
-    """Both kinds of ``torch.utils.checkpoint.checkpoint``, patched below the names that users import.
+    """Both kinds of ``torch.utils.checkpoint.checkpoint``, patched below the names that users and torch import.
 
     What makes the function to recompute, and what calls it: the latter for those made before the patch.
     """
@@ -110,7 +105,7 @@ class _CheckpointPatch:
         with self._lock:
             self._num_users += 1
             if self._num_users == 1:
-                torch_checkpoint._checkpoint_without_reentrant_generator = _restoring_generator
+                _frame.__init__ = _restoring_init  # type: ignore[method-assign]
                 torch_checkpoint._run_fn_with_dynamo_disabled = _run_restoring  # type: ignore[assignment]
                 _function.forward = staticmethod(_restoring_forward)  # type: ignore[method-assign]
                 _function.backward = staticmethod(_restoring_backward)  # type: ignore[method-assign]
@@ -119,7 +114,7 @@ class _CheckpointPatch:
         with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
-                torch_checkpoint._checkpoint_without_reentrant_generator = _generator
+                _frame.__init__ = _init  # type: ignore[method-assign]
                 torch_checkpoint._run_fn_with_dynamo_disabled = _run
                 _function.forward = staticmethod(_forward)  # type: ignore[method-assign]
                 _function.backward = staticmethod(_backward)  # type: ignore[method-assign]

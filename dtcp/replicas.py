@@ -27,6 +27,14 @@ _MAX_STEPS = 3  # of an optimizer, to find gradients, and then the others' norms
 _EQUAL = 1e-6  # relative, of the norms of a parameter on two machines
 _DIFFERENT = 1e-3  # relative, of the norms of a gradient; sums that every rank has are equal to the last bit
 
+# What norms are taken in, without a copy; tensors of other dtypes are not looked at.
+_NORM_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+
 _KEY = "dtcp/gradients"
 
 _groups: dict[str, _Group] = {}
@@ -73,12 +81,13 @@ class _Group:
             self._num_optimizers += 1
         if steps.is_judged:
             return
+        own = [] if steps.has_written else _norms(_plain_parameters(optimizer))
         try:
-            differing = steps.next(optimizer, resolve_group(self._name))
+            of_ranks = steps.exchange(own, resolve_group(self._name))
         except (RuntimeError, ValueError):  # the group has ended, or its store cannot be asked
             self.is_done = True
             return
-        if differing is not None:
+        if of_ranks is not None and (differing := _differing(of_ranks)) is not None:
             for group in _groups.values():
                 group.is_done = True
             _warn(differing)
@@ -90,20 +99,20 @@ class _Steps:
     """The first steps of one optimizer; ``key`` is the same on every rank."""
 
     def __init__(self, key: str) -> None:
-        self.is_judged = False
-        self._key, self._num_steps, self._has_written = key, 0, False
+        self.is_judged = self.has_written = False
+        self._key, self._num_steps = key, 0
 
-    def next(self, optimizer: Optimizer, group: dist.ProcessGroup) -> str | None:
-        """Before a step: write what there is to compare, or compare. Return what differs, if something does."""
+    def exchange(self, own: list[list[Any]], group: dist.ProcessGroup) -> list[list[list[Any]]] | None:
+        """Before a step: write what there is to compare, or return what each rank has written, if all have."""
         self._num_steps += 1
         store, keys = group.get_group_store(), [f"{self._key}/{rank}" for rank in range(group.size())]
-        if not self._has_written:
-            if plain := _plain_parameters(optimizer):
-                store.set(keys[group.rank()], json.dumps(_norms(plain)))
-                self._has_written, self._num_steps = True, 0
+        if not self.has_written:
+            if own:
+                store.set(keys[group.rank()], json.dumps(own))
+                self.has_written, self._num_steps = True, 0
         elif store.check(keys):
             self.is_judged = True
-            return _differing([json.loads(store.get(key)) for key in keys])
+            return [json.loads(store.get(key)) for key in keys]
         self.is_judged = self._num_steps == _MAX_STEPS
         return None
 
@@ -116,6 +125,9 @@ def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
         for parameter in group["params"]
         if parameter.grad is not None
         and parameter.grad.layout == torch.strided
+        and parameter.dtype in _NORM_DTYPES
+        and parameter.grad.dtype in _NORM_DTYPES
+        and not parameter.is_meta
         and type(parameter).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
         and not getattr(parameter, "_fsdp_flattened", False)
     ]
@@ -124,9 +136,11 @@ def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
 @torch.no_grad()
 def _norms(parameters: list[Tensor]) -> list[list[Any]]:
     """(shape, norm of the parameter, norm of its gradient) of each."""
-    device = parameters[0].device
-    both = [x.norm(dtype=torch.float32).to(device) for p in parameters for x in (p, p.grad) if x is not None]
-    norms = torch.stack(both).view(-1, 2).tolist()  # one copy from the device
+    if not parameters:
+        return []
+    both = [x.norm(dtype=_NORM_DTYPES[x.dtype]) for p in parameters for x in (p, p.grad) if x is not None]
+    dtype = max((x.dtype for x in both), key=lambda dtype: dtype.itemsize)
+    norms = torch.stack([x.to(both[0].device, dtype) for x in both]).view(-1, 2).tolist()  # one copy from the device
     return [[list(p.shape), *norm] for p, norm in zip(parameters, norms, strict=True)]
 
 
@@ -153,7 +167,8 @@ def _warn(differing: str) -> None:
     warnings.warn(
         f"dtcp: an optimizer has stepped with gradients that were not added up over the ranks of context parallelism: "
         f"{differing}, so the ranks' models drift apart. Call dtcp.reduce_gradients(model, dims) after the backward, "
-        "or shard the model by dtcp.apply_fsdp, whose backward adds them up. If this is meant, "
+        "or shard the model by dtcp.apply_fsdp, whose backward adds them up. Sums that the optimizer's own step or a "
+        "hook of it makes come after this check, which does not see them. If this is meant, "
         "warnings.filterwarnings('ignore', message='dtcp: an optimizer')",
         UserWarning,
         stacklevel=6,

@@ -132,12 +132,14 @@ def test_a_compiled_block_is_one_graph_and_steps_cost_no_recompilation(ranks, ba
     ranks.run(2, check_compiled, backend, timeout=120)
 
 
-def check_in_flight(rank: int, world: int) -> None:
+def check_in_flight(rank: int, world: int, is_checkpointed: bool) -> None:
     """set_sequence for a second step before the backward of the first, with recomputation in the backward."""
+    from torch.distributed._composable import checkpoint
+
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     _, cut = make_pair()
     parallelize(cut, mesh, kernel="math")
-    layouts = [dtcp.make_layout("head_tail", seq_len=12, cp=world), dtcp.make_layout("striped", seq_len=9, cp=world)]
+    layouts = [dtcp.make_layout("head_tail", seq_len=12, cp=world), dtcp.make_layout("striped", seq_len=11, cp=world)]
     inputs = [dtcp.shard(torch.randn(1, x.seq_len, 32).double(), mesh, x).requires_grad_() for x in layouts]
 
     def gradient(x: Tensor, layout: Any) -> Tensor:
@@ -145,6 +147,9 @@ def check_in_flight(rank: int, world: int) -> None:
         return torch.autograd.grad(cut(x).square().sum(), x)[0]
 
     right = [gradient(x, layout) for x, layout in zip(inputs, layouts, strict=True)]
+    if is_checkpointed:
+        for block in cut:
+            checkpoint(block)
     outs = []
     for x, layout in zip(inputs, layouts, strict=True):
         dtcp.set_sequence(cut, layout)
@@ -153,8 +158,9 @@ def check_in_flight(rank: int, world: int) -> None:
         assert torch.equal(torch.autograd.grad(outs[index], inputs[index])[0], right[index])
 
 
-def test_a_later_set_sequence_does_not_reach_an_earlier_backward(ranks):
-    ranks.run(2, check_in_flight)
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+def test_a_later_set_sequence_does_not_reach_an_earlier_backward(ranks, is_checkpointed):
+    ranks.run(2, check_in_flight, is_checkpointed)
 
 
 def check_copies(rank: int, world: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
@@ -34,11 +35,21 @@ class Model:
         return scaled_dot_product_attention(x * 2, x, x, is_causal=True).tanh() * gate
 
 
+class Block(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 KINDS: dict[str, Any] = {
     "none": lambda function, x: function(x),
     "non_reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
     "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
     "reentrant by name": lambda function, x: CheckpointFunction.apply(function, True, x),
+    "composable": lambda function, x: composable_checkpoint(Block(function))(x),
 }
 
 
@@ -140,8 +151,9 @@ def check_patches(rank: int, world: int) -> None:
 
     def state() -> list[Any]:
         function = module.CheckpointFunction
-        names = ("_checkpoint_without_reentrant_generator", "_run_fn_with_dynamo_disabled", "checkpoint")
-        return [function, function.forward, function.backward, *(getattr(module, name) for name in names)]
+        names = ("_CheckpointFrame", "_run_fn_with_dynamo_disabled", "checkpoint")
+        methods = [function.forward, function.backward, module._CheckpointFrame.__init__]
+        return [function, *methods, *(getattr(module, name) for name in names)]
 
     gc.collect()  # planned modules of other tests keep the patch as long as they live
     before = state()

@@ -43,10 +43,13 @@ CASES = {
     "nothing, with accumulation": True,
     "nothing, one parameter of two": True,
     "nothing, two optimizers": True,
+    "nothing, in float64": True,
+    "nothing, in bfloat16 and float64": True,
     "nothing, compiled": True,
     "nothing, compiled step": False,  # not seen from within a graph, and no obstacle to it
     "reduce_gradients": False,
     "reduce_gradients, by a plan": False,
+    "reduce_gradients, in float64": False,
     "reduce_gradients, with accumulation": False,
     "reduce_gradients, two optimizers": False,
     "apply_fsdp": False,
@@ -62,6 +65,13 @@ def train(case: str, world: int) -> nn.Module:
     dims = dtcp.ParallelDims(cp=world)
     mesh = dims.build_mesh("cpu")["cp"]
     model: Any = Model()
+    dtype = torch.float64 if "in float64" in case else torch.float32
+    if "in bfloat16" in case:
+        dtype = torch.bfloat16
+        model.layers[0].double().register_forward_pre_hook(lambda _, x: x[0].double())
+        model.norm.bfloat16(), model.qkv.bfloat16()
+    else:
+        model.to(dtype)
     parameters = list(model.parameters())
     if "plan" in case:
         parallelize_module = importlib.import_module("torch.distributed.tensor.parallel").parallelize_module
@@ -82,7 +92,7 @@ def train(case: str, world: int) -> nn.Module:
     optimizers = [torch.optim.SGD(part, lr=1e-3) for part in parts]
     for _ in range(STEPS):
         for _ in range(2 if "accumulation" in case else 1):
-            x = torch.randn(2, S, 16)
+            x = torch.randn(2, S, 16, dtype=dtype)
             if "plan" in case:
                 run(dtcp.shard(x, mesh, layout(world))).square().sum().backward()
                 continue
@@ -123,6 +133,7 @@ def check_case(rank: int, world: int, case: str) -> tuple[bool, bool, str]:
         if ours:  # once in a process
             assert len(ours) == 1 and ours[0].category is UserWarning
             assert "reduce_gradients(model, dims)" in str(ours[0].message)
+            assert "the optimizer's own step or a hook of it" in str(ours[0].message)
     return bool(ours), not hooks, ours[0].filename if ours else ""
 
 
@@ -134,6 +145,31 @@ def test_a_warning_says_that_gradients_are_never_added_up(ranks, case):
             assert hook_is_gone and where == __file__
         if case == "no_grad":
             assert hook_is_gone, "there was no backward"
+
+
+def check_other_tensors(rank: int, world: int) -> None:
+    """What has no norm to compare, or none at all, is passed by."""
+    replicas = importlib.import_module("dtcp.replicas")
+    tensors = [
+        torch.ones(2, dtype=torch.int32),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(4, dtype=torch.float16),
+    ]
+    for x in tensors:
+        x.grad = torch.full_like(x, 2)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer.param_groups[0]["params"] = tensors
+    root = 2**0.5
+    [double, half] = replicas._norms(replicas._plain_parameters(optimizer))
+    assert double == [[2], pytest.approx(root, abs=1e-12), pytest.approx(2 * root, abs=1e-12)]
+    assert half == [[4], 2.0, 4.0]
+    assert replicas._norms([]) == []
+
+
+def test_only_tensors_with_a_norm_are_compared(ranks):
+    ranks.run(1, check_other_tensors)
 
 
 def check_one_rank(rank: int, world: int) -> None:
