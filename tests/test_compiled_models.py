@@ -63,7 +63,14 @@ def check_steps(rank: int, world: int, name: str, door: str) -> None:
         assert sum("dtcp.attention_forward" in str(node.target) for node in graph.graph.nodes) == 1
 
 
-@pytest.mark.parametrize("door", ["context", "plan"])
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        ("gpt", "context"),
+        ("llama", "plan"),
+        pytest.param("gpt", "plan", marks=pytest.mark.slow),
+        pytest.param("llama", "context", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_compile_once(ranks, name, door):
     ranks.run(2, check_steps, name, door, timeout=180)

@@ -57,7 +57,10 @@ def test_cell_equals_one_process(ranks, cell):
 @pytest.mark.parametrize(
     "options",
     [
-        {"compile": "inside", "backend": "inductor", "checkpointing": "non_reentrant", "model": "llama"},
+        pytest.param(
+            {"compile": "inside", "backend": "inductor", "checkpointing": "non_reentrant", "model": "llama"},
+            marks=pytest.mark.slow,
+        ),
         {"compile": "model", "checkpointing": "non_reentrant"},
     ],
     ids=["block_by_inductor", "sharded_model"],
