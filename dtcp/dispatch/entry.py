@@ -30,11 +30,11 @@ def _left() -> Iterator[None]:
         yield
         return
     with previous.buffers.whole():
-        current.frame, current.is_left = None, True
+        current.frame = None
         try:
             yield
         finally:
-            current.frame, current.is_left = previous, False
+            current.frame = previous
 
 
 @contextlib.contextmanager
