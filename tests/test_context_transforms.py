@@ -109,6 +109,29 @@ def test_a_transform_is_right_or_refused(ranks: Any, name: str) -> None:
     ranks.run(2, check_transform, name)
 
 
+def check_traced_before(rank: int, world: int) -> None:
+    """Torch keeps the kernels that it found when it traced outside a context, or inside: neither reaches the other."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mesh, x = make_mesh(world), draw(3, 1, 2, 4, 8)
+    trace = make_fx(OF_PART, tracing_mode="symbolic")
+    for _ in range(2):
+        trace(*x)
+        with dtcp.context_parallel(mesh, seq_len=8, expected_attention_calls=0):
+            with raises(RuntimeError, "by a route that dtcp does not see"):
+                trace(*x)
+        query = x[0].clone().requires_grad_()
+
+        def gradient(query: Tensor) -> Tensor:
+            return torch.autograd.grad(OF_PART(query, x[1], x[2]).sum(), query)[0]
+
+        assert torch.allclose(make_fx(gradient, tracing_mode="symbolic")(query)(query), gradient(query))
+
+
+def test_a_trace_inside_does_not_go_by_one_outside(ranks: Any) -> None:
+    ranks.run(2, check_traced_before)
+
+
 # -------------------------------------------------------------------------------------------------------------- compile
 
 

@@ -43,12 +43,24 @@ class Registrations:
 
     def __init__(self) -> None:
         self._module: Any = torch._C._dispatch_library("IMPL", "aten", "", __file__, 0)
+        self._overloads: set[Any] = set()
 
     def put(self, operator: str, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         self._module.impl(operator, key, kernel, with_keyset)
+        # Where torch traces, it looks kernels up in Python and keeps what it found: it would go past ours, or to them.
+        self._overloads.add(overload := _overload(operator))
+        overload._dispatch_cache.clear()
 
     def remove(self) -> None:
         self._module.reset()
+        for overload in self._overloads:
+            overload._dispatch_cache.clear()
+
+
+@functools.cache
+def _overload(operator: str) -> Any:
+    packet, _, name = operator.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), name or "default")
 
 
 def put_refusals(registrations: Registrations) -> None:
