@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as by_name_before  # before dtcp is loaded
 
 import dtcp
-from contexts import TOLERANCE, check_right, draw, make_mesh, scripted
+from contexts import TOLERANCE, check_right, draw, make_mesh, raises, scripted
 from oracle import relative_error
 
 S = 13
@@ -117,9 +117,11 @@ def check_traced_before(rank: int, world: int) -> None:
     trace = make_fx(OF_PART, tracing_mode="symbolic")
     for _ in range(2):
         trace(*x)
-        with dtcp.context_parallel(mesh, seq_len=8, expected_attention_calls=0):
-            with raises(RuntimeError, "by a route that dtcp does not see"):
-                trace(*x)
+        with (
+            dtcp.context_parallel(mesh, seq_len=8, expected_attention_calls=0),
+            raises(RuntimeError, "by a route that dtcp does not see"),
+        ):
+            trace(*x)
         query = x[0].clone().requires_grad_()
 
         def gradient(query: Tensor) -> Tensor:
