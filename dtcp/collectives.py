@@ -76,11 +76,12 @@ def describe_axis(mesh: DeviceMesh, axis: int) -> str:
         return json.dumps([_AXIS, mesh.mesh.tolist(), axis])
 
 
-def _ranks_of_axis(description: str) -> list[int]:
-    """The global ranks that share the axis with this one."""
+@functools.lru_cache(maxsize=256)
+def _ranks_of_axis(description: str, rank: int) -> list[int]:
+    """The global ranks that share the axis with ``rank``."""
     _, mesh, axis = json.loads(description)
     ranks = np.moveaxis(np.array(mesh), axis, -1)
-    return ranks[(ranks == dist.get_rank()).any(axis=-1)][0].tolist()
+    return ranks[(ranks == rank).any(axis=-1)][0].tolist()
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:
@@ -88,7 +89,7 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import _find_pg_by_ranks_and_tag, _resolve_process_group
 
     if group_name.startswith(f'["{_AXIS}"'):
-        ranks = _ranks_of_axis(group_name)
+        ranks = _ranks_of_axis(group_name, dist.get_rank())
         group = _find_pg_by_ranks_and_tag("", ranks)
         if group is None:
             raise RuntimeError(f"the process group of ranks {ranks}, for which a graph was compiled, does not exist")

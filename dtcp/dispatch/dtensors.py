@@ -6,7 +6,6 @@ sequence in equal parts, the last ones shorter if need be (layout ``contiguous``
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,20 +50,17 @@ def attend_dtensors(
         return None
     if frame is not None and not frame.is_plain:
         return attend_in_context(frame, *tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not any(_is_cut_along_sequence(x) for x in tensors):
-        if attn_mask is not None or dropout_p or _refusal(tensors) is not None:
-            return None
-        if not query.device_mesh._is_current_rank_part_of_mesh():  # type: ignore[attr-defined]
-            return _empty_part(query, value)
-        each = functools.partial(
-            F.scaled_dot_product_attention, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return on_local_parts(each, *tensors)
-    refusal = _refusal(tensors)
+    is_cut, refusal = any(_is_cut_along_sequence(x) for x in tensors), _refusal(tensors)
+    if not is_cut and (attn_mask is not None or dropout_p or refusal is not None):
+        return None
     if refusal is not None:
         raise refusal
     if not query.device_mesh._is_current_rank_part_of_mesh():  # type: ignore[attr-defined]
         return _empty_part(query, value)
+    if not is_cut:
+        q, k, v = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _from_part(out, tensors)
     check_options(query, key, attn_mask, dropout_p, is_causal, "with DTensors cut along the sequence")
     call: Callable[..., Tensor] = _attend_tagged if isinstance(query, LayoutTensor) else _attend_plain
     return call(*tensors, is_causal, scale, enable_gqa)
@@ -98,27 +94,12 @@ def attend_over_group(
     names: tuple[str, str, str], state: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> Tensor:
     """``attend`` with DTensors: (group_name, strategy, kernel) and the layout come from a context or a plan."""
-    settings = _Settings(*names, state)
-
-    def attend_part(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(settings, query, key, value, *options)
-
-    return on_local_parts(attend_part, query, key, value, group_name=settings.group_name)
-
-
-def on_local_parts(
-    attend_parts: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor, group_name: str | None = None
-) -> Tensor:
-    """Call ``attend_parts`` with this rank's heads and rows of query, key and value, and give its result as a DTensor.
-
-    Args:
-        group_name: That of the cp group, if a context or a plan says how the sequence is cut: the DTensors must not
-            say anything about it themselves.
-    """
-    refusal = _refusal(tensors, group_name)
+    settings, tensors = _Settings(*names, state), (query, key, value)
+    refusal = _refusal(tensors, settings.group_name)
     if refusal is not None:
         raise refusal
-    return _from_part(attend_parts(*(x.to_local() for x in tensors)), tensors)  # type: ignore[attr-defined]
+    parts = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
+    return _from_part(attend(settings, *parts, *options), tensors)
 
 
 def _attend_plain(
@@ -126,11 +107,13 @@ def _attend_plain(
 ) -> Tensor:
     axis = _sequence_axes(query)[0]
     mesh, cp = query.device_mesh, query.device_mesh.size(axis)
-    is_compiled = is_traced(query.to_local())
+    inputs = query, key, value
+    parts_here = [x.to_local() for x in inputs]
+    is_compiled = is_traced(parts_here[0])
     group_name = describe_axis(mesh, axis) if is_compiled else mesh.get_group(axis).group_name
-    parts, states = [], []
-    for name, x in zip(_NAMES, (query, key, value), strict=True):
-        seq_len, local = int(x.size(_SEQUENCE)), x.to_local()
+    parts = []
+    for name, x, local in zip(_NAMES, inputs, parts_here, strict=True):
+        seq_len = int(x.size(_SEQUENCE))
         if seq_len % cp and is_compiled:
             raise NotImplementedError(
                 f"{name}: {seq_len} tokens cut unevenly over {cp} ranks under torch.compile, whose cache would give "
@@ -139,14 +122,13 @@ def _attend_plain(
         # The op wants as many slots on each rank. The last ranks of an uneven DTensor have fewer tokens, or none.
         slots = -(-seq_len // cp)
         parts.append(F.pad(local, (0, 0, 0, slots - local.size(_SEQUENCE))) if seq_len % cp else local)
-        states.append(_contiguous_state(seq_len, cp, local))
-    q_state, kv_state, _ = states
+    q_state, kv_state = (_contiguous_state(int(x.size(_SEQUENCE)), cp, is_compiled) for x in (query, key))
     q, k, v, scale = prepare_inputs(*parts, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
     out, _ = attention_forward(q, k, v, q_state, kv_state, group_name, is_causal, scale, "ring", "auto")
-    out, inputs, seq_len = out.transpose(1, 2), (query, key, value), int(query.size(_SEQUENCE))
+    out, seq_len = out.transpose(1, 2), int(query.size(_SEQUENCE))
     if seq_len % cp == 0:
         return _from_part(out, inputs)
-    return _from_part(out[:, :, : query.to_local().size(_SEQUENCE)], inputs, seq_len=seq_len)
+    return _from_part(out[:, :, : parts_here[0].size(_SEQUENCE)], inputs, seq_len=seq_len)
 
 
 def _attend_tagged(
@@ -164,8 +146,8 @@ def _attend_tagged(
     return query.with_local(out.transpose(1, 2), query, key, value)
 
 
-def _contiguous_state(seq_len: int, cp: int, local: Tensor) -> Tensor:
-    if is_traced(local):  # beside fake tensors a real one has no place
+def _contiguous_state(seq_len: int, cp: int, is_compiled: bool) -> Tensor:
+    if is_compiled:  # beside fake tensors a real one has no place
         return contiguous_state(seq_len, cp)
     return make_layout("contiguous", seq_len=seq_len, cp=cp).state
 
@@ -236,7 +218,12 @@ def _is_cut_along_sequence(x: Tensor) -> bool:
 
 
 def _refusal(tensors: Sequence[Tensor], group_name: str | None = None) -> Exception | None:
-    """Why query, key and value cannot be attended to rank by rank, alike on every rank; None if they can."""
+    """Why query, key and value cannot be attended to rank by rank, alike on every rank; None if they can.
+
+    Args:
+        group_name: That of the cp group, if a context or a plan says how the sequence is cut: the DTensors must not
+            say anything about it themselves.
+    """
     for name, x in zip(_NAMES, tensors, strict=True):
         if not isinstance(x, Distributed):
             return ValueError(
