@@ -105,6 +105,10 @@ class Ranks:
             self._drop(world)
         return [outcome.message for outcome in outcomes]
 
+    def renew(self, world: int) -> None:
+        """Have the next run on ``world`` ranks start new processes, for tests of what a process keeps for good."""
+        self._drop(world)
+
     def pids(self, world: int) -> list[int]:
         """Return the process ids of a world's ranks, none if it is not up."""
         return list(self._pools[world].pids) if world in self._pools else []

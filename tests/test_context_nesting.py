@@ -116,6 +116,40 @@ def test_each_thread_has_its_own_context(ranks: Any) -> None:
     ranks.run(2, check_threads)
 
 
+def check_thread_beside_contexts(rank: int, world: int) -> None:
+    """A thread that attends all the time, in no context, while another one enters and leaves contexts."""
+    mesh, errors, calls = make_mesh(world), [], 0
+    x = torch.randn(1, 2, 8, 8)
+    right = F.scaled_dot_product_attention(x, x, x)
+    has_ended = threading.Event()
+
+    def attend() -> None:
+        nonlocal calls
+        while not has_ended.is_set():
+            try:
+                assert torch.equal(F.scaled_dot_product_attention(x, x, x), right), "another number"
+            except BaseException as error:
+                errors.append(error)
+            calls += 1
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    try:
+        for seed in range(200):
+            with dtcp.context_parallel(mesh, seq_len=13, expected_attention_calls=1) as cp:
+                check_attention(cp, seed % 3)
+    finally:
+        has_ended.set()
+        thread.join()
+    assert calls > 100 and not errors, (calls, errors[:3])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_thread_without_a_context_attends_while_others_come_and_go(ranks: Any, world: int) -> None:
+    ranks.renew(world)
+    ranks.run(world, check_thread_beside_contexts)
+
+
 def check_leaks(rank: int, world: int, times: int) -> None:
     mesh, rope, w = make_mesh(world), torch.randn(13, 4), torch.randn(4, requires_grad=True)
 

@@ -30,11 +30,11 @@ def _left() -> Iterator[None]:
         yield
         return
     with previous.buffers.whole():
-        current.frame = None
+        current.frame, current.is_left = None, True
         try:
             yield
         finally:
-            current.frame = previous
+            current.frame, current.is_left = previous, False
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ class Frame:
 
 class _Current(threading.local):
     frame: Frame | None = None
+    is_left = False  # for a while, for what ran outside; the context of this thread has not ended
 
 
 current = _Current()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,13 @@ FUSED = (
 )
 
 
+# Note [Kernels that other threads are in]
+# Torch frees a kernel of ours when it is removed, also under a thread that has found it and waits for the GIL to run
+# it. So as soon as one runs in a thread without a context, they stay for good, and pass through. Until then those that
+# were removed live on for a while: the very first call of such a thread may wait too.
+_NUM_REMOVED_ALIVE = 100  # times that the last context ended; a thread waits for the GIL during a few of them
+
+
 class Registrations:
     """Kernels put before those of operators in ``aten``, all removed at once; may be filled again.
 
@@ -43,18 +51,37 @@ class Registrations:
 
     def __init__(self) -> None:
         self._module: Any = torch._C._dispatch_library("IMPL", "aten", "", __file__, 0)
+        self._kernels: list[tuple[str, Any]] = []
         self._overloads: set[Any] = set()
+        self._removed: deque[list[Any]] = deque(maxlen=_NUM_REMOVED_ALIVE)
+        self._are_for_good = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._kernels
 
     def put(self, operator: str, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         self._module.impl(operator, key, kernel, with_keyset)
+        self._kernels.append((f"aten::{operator}", torch._C.DispatchKey.__members__[key]))
         # Where torch traces, it looks kernels up in Python and keeps what it found: it would go past ours, or to them.
         self._overloads.add(overload := _overload(operator))
         overload._dispatch_cache.clear()
 
     def remove(self) -> None:
+        """Remove them, unless they have been met in a thread without a context; see the note."""
+        if self._are_for_good:
+            return
+        kernel_of = torch._C._dispatch_get_computed_kernel_for_dispatch_key  # 4 µs, torch.library.get_kernel 15 µs
+        self._removed.append([kernel_of(name, key) for name, key in self._kernels])
+        self._kernels.clear()
         self._module.reset()
         for overload in self._overloads:
             overload._dispatch_cache.clear()
+
+    def note_call(self) -> None:
+        """Called by each kernel: is it in a thread that has no context, and has not left one for a recomputation?"""
+        if current.frame is None and not current.is_left:
+            self._are_for_good = True
 
 
 @functools.cache
@@ -63,7 +90,10 @@ def _overload(operator: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), name or "default")
 
 
-def put_refusals(registrations: Registrations) -> None:
+registrations = Registrations()
+
+
+def put_refusals() -> None:
     """Refuse torch's fused attention operators inside a context: they would attend to this rank's tokens only.
 
     At the key of the device, which every call comes to, in no_grad and inference mode and from a compiled graph or a
@@ -91,6 +121,7 @@ def _refusing_kernels() -> list[tuple[str, str, Callable[..., Any]]]:
 def _refusing(what: str, kernel: Any) -> Callable[..., Any]:
     @untraced
     def refusing(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        registrations.note_call()
         if not own_tiles.is_running:
             _refuse(what)
         return kernel.call_boxed(keyset, *args, **kwargs)
@@ -104,6 +135,7 @@ def refuse_math() -> None:
 
 
 def _refusing_math(*args: Any, **kwargs: Any) -> Any:
+    registrations.note_call()
     refuse_math()
     return torch.ops.aten._scaled_dot_product_attention_math.default.decompose(*args, **kwargs)
 

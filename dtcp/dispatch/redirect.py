@@ -23,7 +23,7 @@ from dtcp.dispatch import multihead
 from dtcp.dispatch.attend import attend
 from dtcp.dispatch.door import is_dtensor
 from dtcp.dispatch.frames import current, is_traced
-from dtcp.dispatch.operators import KEYS, Registrations, put_refusals, refuse_math
+from dtcp.dispatch.operators import KEYS, put_refusals, refuse_math, registrations
 from dtcp.dispatch.untraced import untraced
 from dtcp.recompute import checkpoint_patch
 
@@ -65,7 +65,8 @@ def _kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The operator's kernel while a context is active somewhere."""
+    """The operator's kernel while a context is active somewhere, or for good where several threads attend."""
+    registrations.note_call()
     frame = current.frame
     if frame is None or frame.is_plain:
         if frame is not None and not is_traced(query):
@@ -85,6 +86,7 @@ def _kernel(
 @untraced
 def _transform_kernel(*args: Any, **kwargs: Any) -> Tensor:
     """Under ``torch.vmap`` and other transforms the operator would be taken apart before ``_kernel`` sees it."""
+    registrations.note_call()
     frame = current.frame
     if frame is not None and not frame.is_plain:
         raise NotImplementedError(
@@ -101,7 +103,6 @@ class _Patches:
         self._lock = threading.RLock()
         self._num_users = 0
         self._stack = contextlib.ExitStack()
-        self._registrations = Registrations()
 
     def acquire(self) -> None:
         with self._lock:
@@ -117,11 +118,12 @@ class _Patches:
                 self._stack.close()
 
     def _install(self) -> None:
-        self._stack.callback(self._registrations.remove)
-        for key in KEYS:
-            self._registrations.put("scaled_dot_product_attention", key, _kernel)
-        self._registrations.put("scaled_dot_product_attention", "FuncTorchDynamicLayerFrontMode", _transform_kernel)
-        put_refusals(self._registrations)
+        self._stack.callback(registrations.remove)
+        if registrations.is_empty:
+            for key in KEYS:
+                registrations.put("scaled_dot_product_attention", key, _kernel)
+            registrations.put("scaled_dot_product_attention", "FuncTorchDynamicLayerFrontMode", _transform_kernel)
+            put_refusals()
         checkpoint_patch.acquire()
         self._stack.callback(checkpoint_patch.release)
         self._stack.enter_context(multihead.checked_multihead())
