@@ -85,6 +85,29 @@ def test_fused_operators_are_refused_by_name(ranks):
     ranks.run(2, check_fused)
 
 
+def check_counted(rank: int, world: int) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    whole = torch.randn(1, 2, S, 8, generator=torch.Generator().manual_seed(1))
+    right = dtcp.reference_attention(*[whole.double()] * 3, is_causal=True)
+    counts = []
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with dtcp.context_parallel(mesh, seq_len=S) as cp, mode():
+            local = cp.shard(whole, dim=2)
+            with FlopCounterMode(display=False) as counter:
+                out = torch.nn.functional.scaled_dot_product_attention(local, local, local, is_causal=True)
+            assert cp.num_attention_calls == 1
+            assert relative_error(cp.unshard(out, dim=2), right) < 1e-5
+        counts.append(counter.get_total_flops())
+    assert len(set(counts)) == 1 and (counts[0] > 0) == (world > 1), counts  # torch's own on CPU counts as none
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_flops_are_counted_with_and_without_gradients(ranks, world):
+    ranks.run(world, check_counted)
+
+
 def check_fused_on_one_rank(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     for call, x in fused_calls(S).values():

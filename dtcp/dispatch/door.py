@@ -1,7 +1,9 @@
-"""The way of DTensors into attention: one kernel, registered when dtcp is imported, that other tensors never meet.
+"""The way of DTensors into attention: one kernel, registered when dtcp is imported, that plain tensors hardly meet.
 
 ``PythonTLSSnapshot`` is the first dispatch key that a DTensor has and a plain tensor has not. It comes before
-autograd, so the call is met whole, in training and in inference, and when AOTAutograd traces a compiled one.
+autograd, so the call is met whole, in training and in inference, and when AOTAutograd traces a compiled one. A plain
+tensor has it under a mode that sees operators (``FlopCounterMode``). In inference mode the kernels of a context come
+after such a mode, which would be given what is in attention; so they are called from here.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtcp.dispatch.frames import current, is_traced
 from dtcp.dispatch.untraced import untraced
 
 _operator = torch.ops.aten.scaled_dot_product_attention.default
@@ -41,6 +44,10 @@ def _kernel(
         out = attend_dtensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out
+    elif current.frame is not None and torch.is_inference_mode_enabled() and not is_traced(query):
+        from dtcp.dispatch.redirect import kernel
+
+        return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     rest = keyset.remove(getattr(torch._C.DispatchKey, _KEY))
     return _operator.redispatch(
         rest, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
