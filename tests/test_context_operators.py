@@ -97,7 +97,7 @@ def check_counted(rank: int, world: int) -> None:
             local = cp.shard(whole, dim=2)
             with FlopCounterMode(display=False) as counter:
                 out = torch.nn.functional.scaled_dot_product_attention(local, local, local, is_causal=True)
-            assert cp.num_attention_calls == 1
+            assert cp.num_attention_calls == 1 or world == 1
             assert relative_error(cp.unshard(out, dim=2), right) < 1e-5
         counts.append(counter.get_total_flops())
     assert len(set(counts)) == 1 and (counts[0] > 0) == (world > 1), counts  # torch's own on CPU counts as none

@@ -3,7 +3,7 @@
 ``PythonTLSSnapshot`` is the first dispatch key that a DTensor has and a plain tensor has not. It comes before
 autograd, so the call is met whole, in training and in inference, and when AOTAutograd traces a compiled one. A plain
 tensor has it under a mode that sees operators (``FlopCounterMode``). In inference mode the kernels of a context come
-after such a mode, which would be given what is in attention; so they are called from here.
+after such a mode, which may take the call apart first; so it attends from here.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ def _kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    frame = current.frame
     if any(is_dtensor(x) for x in (query, key, value)):
         from dtcp.dispatch.dtensors import attend_dtensors
 
         out = attend_dtensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    elif current.frame is not None and torch.is_inference_mode_enabled() and not is_traced(query):
-        from dtcp.dispatch.redirect import kernel
+    elif frame is not None and not frame.is_plain and torch.is_inference_mode_enabled() and not is_traced(query):
+        from dtcp.dispatch.attend import attend
 
-        return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     rest = keyset.remove(getattr(torch._C.DispatchKey, _KEY))
     return _operator.redispatch(
         rest, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -54,7 +54,7 @@ def redirected(
 
 
 @untraced
-def kernel(
+def _kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -85,7 +85,7 @@ def kernel(
 
 @untraced
 def _transform_kernel(*args: Any, **kwargs: Any) -> Tensor:
-    """Under ``torch.vmap`` and other transforms the operator would be taken apart before ``kernel`` sees it."""
+    """Under ``torch.vmap`` and other transforms the operator would be taken apart before ``_kernel`` sees it."""
     registrations.note_call()
     frame = current.frame
     if frame is not None and not frame.is_plain:
@@ -121,7 +121,7 @@ class _Patches:
         self._stack.callback(registrations.remove)
         if registrations.is_empty:
             for key in KEYS:
-                registrations.put("scaled_dot_product_attention", key, kernel)
+                registrations.put("scaled_dot_product_attention", key, _kernel)
             registrations.put("scaled_dot_product_attention", "FuncTorchDynamicLayerFrontMode", _transform_kernel)
             put_refusals()
         checkpoint_patch.acquire()
