@@ -221,7 +221,8 @@ def check_compile(rank: int, world: int, strategy: str, backend: str) -> None:
     assert targets.count("dtcp.attention_forward.default") == 1
 
 
-@pytest.mark.parametrize(("strategy", "backend"), [("ring", "inductor"), ("all_gather", "aot_eager")])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_attention_is_one_graph_and_equals_eager(ranks, strategy, backend):
     ranks.run(2, check_compile, strategy, backend, timeout=120)
 

@@ -35,7 +35,7 @@ def run_step(model: Any, mesh: Any, door: str, seq_len: int, layout_name: str, s
     return dtcp.unshard(logits.detach(), mesh, layout)
 
 
-def check_steps(rank: int, world: int, name: str, door: str) -> None:
+def check_steps(rank: int, world: int, name: str, door: str, backend: str) -> None:
     import torch._dynamo.testing
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -44,7 +44,7 @@ def check_steps(rank: int, world: int, name: str, door: str) -> None:
     model = build_model(f"{name}_tiny", num_layers=2)
     whole = build_model(f"{name}_tiny", num_layers=2)
     whole.load_state_dict(model.state_dict())
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     for block in model.layers.values():
         if door == "plan":
             parallelize_module(block, mesh, {"attention.sdpa": dtcp.ContextParallel()})
@@ -64,13 +64,14 @@ def check_steps(rank: int, world: int, name: str, door: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "door"),
+    ("name", "door", "backend"),
     [
-        ("gpt", "context"),
-        ("llama", "plan"),
-        pytest.param("gpt", "plan", marks=pytest.mark.slow),
-        pytest.param("llama", "context", marks=pytest.mark.slow),
+        ("gpt", "context", "inductor"),
+        ("llama", "plan", "aot_eager"),
+        pytest.param("gpt", "plan", "inductor", marks=pytest.mark.slow),
+        pytest.param("llama", "plan", "inductor", marks=pytest.mark.slow),
+        pytest.param("llama", "context", "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_blocks_compile_once(ranks, name, door):
-    ranks.run(2, check_steps, name, door, timeout=180)
+def test_blocks_compile_once(ranks, name, door, backend):
+    ranks.run(2, check_steps, name, door, backend, timeout=180)

@@ -127,7 +127,7 @@ def check_compiled(rank: int, world: int, backend: str) -> None:
         assert sum("dtcp.attention_forward" in str(node.target) for node in graph.graph.nodes) == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_block_is_one_graph_and_steps_cost_no_recompilation(ranks, backend):
     ranks.run(2, check_compiled, backend, timeout=120)
 
