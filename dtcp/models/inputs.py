@@ -30,7 +30,7 @@ def resolve_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
 
     Args:
         positions: (B, S), or (S,) when all rows agree, or None for ``arange(S)``: the whole sequence, in order.
-        tokens: (B, S).
+        tokens: (B, S), or the residual stream (B, S, dim).
 
     Raises:
         ValueError: If ``positions`` has another shape, dtype or device than the tokens ask for.
@@ -39,9 +39,9 @@ def resolve_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
         return torch.arange(tokens.size(1), device=tokens.device)
     if positions.dtype != torch.int64:
         raise ValueError(f"positions must be int64, got {positions.dtype}; use positions.long()")
-    if positions.shape != tokens.shape and positions.shape != tokens.shape[1:]:
+    if positions.shape != tokens.shape[:2] and positions.shape != tokens.shape[1:2]:
         raise ValueError(
-            f"positions must be (B, S) = {tuple(tokens.shape)} or (S,) = {tuple(tokens.shape[1:])} like the tokens, "
+            f"positions must be (B, S) = {tuple(tokens.shape[:2])} or (S,) = {tuple(tokens.shape[1:2])} like the tokens, "
             f"got {tuple(positions.shape)}; pass the global position of each local token, e.g. layout.positions(rank)"
         )
     if positions.device != tokens.device:

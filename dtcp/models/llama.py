@@ -155,14 +155,14 @@ class Llama(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): LlamaBlock(config) for i in range(config.num_layers)})
-        self.final_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.final_norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the logits of the next token.
 
         Args:
-            tokens: int64 (B, S).
+            tokens: int64 (B, S); or, where other stages of a pipeline hold the layers before, their (B, S, dim).
             positions: Global position of each token, int64 (B, S) or (S,); pad slots take 0. None: ``arange(S)``.
 
         Returns:
@@ -171,13 +171,18 @@ class Llama(nn.Module):
         Raises:
             ValueError: For another shape or dtype; for token ids out of range where `check_tokens` can see them.
         """
-        check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
-        x = self.token_embedding(tokens)
+        x = tokens if tokens.is_floating_point() else self._embed(tokens)
         for block in self.layers.values():
             x = block(x, positions)
+        if self.final_norm is None:  # other stages hold the layers after
+            return x
         x = self.final_norm(x)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        check_tokens(tokens, self.config.vocab_size)
+        return self.token_embedding(tokens)
 
     def init_weights(self, seed: int) -> None:
         """Draw every parameter from ``seed`` and its name; see `dtcp.models.init.initialize`."""
