@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import dtcp
 from dtcp.models import build_model
 from dtcp.models.init import plain_name
-from dtcp.parallelize.pipeline import SCHEDULES, Pipeline, split_into_stages
-from dtcp.parallelize.stages import deal_layers, make_stage
+from dtcp.parallelize.pipeline import Pipeline
+from dtcp.parallelize.stages import deal_layers, make_stage, split_into_stages
 from parity import whole
 
 ROWS, SEQ_LEN, WIDTH = 4, 13, 32

@@ -41,8 +41,8 @@ def resolve_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
         raise ValueError(f"positions must be int64, got {positions.dtype}; use positions.long()")
     if positions.shape != tokens.shape[:2] and positions.shape != tokens.shape[1:2]:
         raise ValueError(
-            f"positions must be (B, S) = {tuple(tokens.shape[:2])} or (S,) = {tuple(tokens.shape[1:2])} like the tokens, "
-            f"got {tuple(positions.shape)}; pass the global position of each local token, e.g. layout.positions(rank)"
+            f"positions must be (B, S) = {tuple(tokens.shape[:2])} or (S,) = {tuple(tokens.shape[1:2])} like the "
+            f"tokens, got {tuple(positions.shape)}; pass the global position of each local token, e.g. layout.positions(rank)"
         )
     if positions.device != tokens.device:
         raise ValueError(f"positions must be on the tokens' device {tokens.device}, got {positions.device}")

@@ -1,6 +1,6 @@
 """Pipeline parallelism: the layers of a model cut into stages, and a schedule of ``torch.distributed.pipelining``.
 
-Shapes: B rows of this data parallel rank's part of the step, S_local slots of this rank, D width of the residual stream.
+Shapes: B rows of this data parallel rank's part of the step, S_local slots of this rank.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,34 +18,12 @@ from torch.distributed.tensor import DTensor
 from dtcp.collectives import agree
 from dtcp.loss import token_loss
 from dtcp.mesh import ParallelDims
-from dtcp.parallelize.stages import deal_layers, make_stage, stages_of_rank
+from dtcp.parallelize.stages import find_schedule
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 Loss = Callable[..., Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A schedule of torch by name."""
-
-    name: str  # as ``torch.distributed.pipelining.schedules.get_schedule_class`` knows it
-    is_looped: bool  # several stages a rank
-    is_v_shaped: bool  # the last stage is on the first rank
-    splits_backward: bool  # gradients of inputs and of weights apart ("zero bubble")
-
-
-SCHEDULES = {
-    kind.name: kind
-    for kind in (
-        _Kind("GPipe", False, False, False),
-        _Kind("1F1B", False, False, False),
-        _Kind("Interleaved1F1B", True, False, False),
-        _Kind("InterleavedZeroBubble", True, False, True),
-        _Kind("ZBVZeroBubble", True, True, True),
-    )
-}
 
 
 class Pipeline(nn.Module):
@@ -299,56 +276,6 @@ class Pipeline(nn.Module):
             own.add_(other)
             if (earlier := before[name]) is not None:
                 parameter.grad = parameter.grad + earlier
-
-
-def find_schedule(name: str) -> _Kind:
-    """Return what is known of the schedule.
-
-    Raises:
-        ValueError: If there is none of this name.
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"there is no pipeline schedule {name!r}; schedules: {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
-
-
-def split_into_stages(
-    model: nn.Module,
-    dims: ParallelDims,
-    *,
-    schedule: str = "1F1B",
-    stages_per_rank: int | None = None,
-    tied: Sequence[str] = (),
-) -> tuple[dict[int, nn.Module], int]:
-    """Return this rank's stages by index, and how many there are on all ranks together.
-
-    Args:
-        model: See `dtcp.parallelize.stages.make_stage`; on the meta device nothing is ever held that is not kept.
-        stages_per_rank: 1 or 2 as the schedule needs by default; more for the interleaved ones.
-        tied: Modules of the first stage whose weights the last one needs too.
-
-    Raises:
-        ValueError: If layers, stages and schedule do not fit each other.
-    """
-    kind = find_schedule(schedule)
-    stages_per_rank = (2 if kind.is_looped else 1) if stages_per_rank is None else stages_per_rank
-    is_allowed = stages_per_rank == 2 if kind.is_v_shaped else (stages_per_rank > 1) == kind.is_looped
-    if stages_per_rank < 1 or not is_allowed:
-        wanted = "2" if kind.is_v_shaped else "2 or more" if kind.is_looped else "1"
-        raise ValueError(f"schedule {schedule} has {wanted} stages a rank, got stages_per_rank={stages_per_rank}")
-    if tied and kind.is_v_shaped:
-        raise ValueError(
-            f"schedule {schedule} puts the first and the last stage on one rank, where tied weights are two "
-            f"parameters; use tie_weights=False, or another schedule: {', '.join(SCHEDULES)}"
-        )
-    num_stages = dims.pp * stages_per_rank
-    layers = deal_layers(len(model.layers), num_stages)  # type: ignore[arg-type]
-    rank = dims.view("pp").get_local_rank()
-    stages = {
-        index: make_stage(model, layers[index], is_first=index == 0, is_last=index == num_stages - 1, tied=tied)
-        for index in stages_of_rank(rank, dims.pp, stages_per_rank, is_v_shaped=kind.is_v_shaped)
-    }
-    return stages, num_stages
 
 
 def _check_zero_bubble(stages: nn.ModuleList, schedule: str) -> None:

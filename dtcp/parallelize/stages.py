@@ -8,11 +8,36 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
+from dtcp.mesh import ParallelDims
+
 FIRST = ("token_embedding", "position_embedding", "embedding_dropout")
 LAST = ("final_norm", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a schedule of ``torch.distributed.pipelining`` asks of the stages."""
+
+    name: str  # as ``torch.distributed.pipelining.schedules.get_schedule_class`` knows it
+    is_looped: bool  # several stages a rank
+    is_v_shaped: bool  # the last stage is on the first rank
+    splits_backward: bool  # gradients of inputs and of weights apart ("zero bubble")
+
+
+SCHEDULES = {
+    kind.name: kind
+    for kind in (
+        Schedule("GPipe", False, False, False),
+        Schedule("1F1B", False, False, False),
+        Schedule("Interleaved1F1B", True, False, False),
+        Schedule("InterleavedZeroBubble", True, False, True),
+        Schedule("ZBVZeroBubble", True, True, True),
+    )
+}
 
 
 def deal_layers(num_layers: int, num_stages: int) -> list[range]:
@@ -78,3 +103,53 @@ def make_stage(
         stage._modules[name] = None
     stage.layers = nn.ModuleDict({str(i): blocks[str(i)] for i in layers})
     return stage
+
+
+def find_schedule(name: str) -> Schedule:
+    """Return what is known of the schedule.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no pipeline schedule {name!r}; schedules: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def split_into_stages(
+    model: nn.Module,
+    dims: ParallelDims,
+    *,
+    schedule: str = "1F1B",
+    stages_per_rank: int | None = None,
+    tied: Sequence[str] = (),
+) -> tuple[dict[int, nn.Module], int]:
+    """Return this rank's stages by index, and how many there are on all ranks together.
+
+    Args:
+        model: See `make_stage`; on the meta device nothing is ever held that is not kept.
+        stages_per_rank: 1 or 2 as the schedule needs by default; more for the interleaved ones.
+        tied: Modules of the first stage whose weights the last one needs too.
+
+    Raises:
+        ValueError: If layers, stages and schedule do not fit each other.
+    """
+    kind = find_schedule(schedule)
+    stages_per_rank = (2 if kind.is_looped else 1) if stages_per_rank is None else stages_per_rank
+    is_allowed = stages_per_rank == 2 if kind.is_v_shaped else (stages_per_rank > 1) == kind.is_looped
+    if stages_per_rank < 1 or not is_allowed:
+        wanted = "2" if kind.is_v_shaped else "2 or more" if kind.is_looped else "1"
+        raise ValueError(f"schedule {schedule} has {wanted} stages a rank, got stages_per_rank={stages_per_rank}")
+    if tied and kind.is_v_shaped:
+        raise ValueError(
+            f"schedule {schedule} puts the first and the last stage on one rank, where tied weights are two "
+            f"parameters; use tie_weights=False, or another schedule: {', '.join(SCHEDULES)}"
+        )
+    num_stages = dims.pp * stages_per_rank
+    layers = deal_layers(len(model.layers), num_stages)  # type: ignore[arg-type]
+    rank = dims.view("pp").get_local_rank()
+    stages = {
+        index: make_stage(model, layers[index], is_first=index == 0, is_last=index == num_stages - 1, tied=tied)
+        for index in stages_of_rank(rank, dims.pp, stages_per_rank, is_v_shaped=kind.is_v_shaped)
+    }
+    return stages, num_stages
