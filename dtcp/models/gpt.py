@@ -13,7 +13,7 @@ from dtcp.models.attention import ScaledDotProductAttention
 from dtcp.models.config import check_divides, check_fraction, check_positive, training_flops_per_token
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Init, initialize
-from dtcp.models.inputs import check_position_range, check_tokens, position_error, resolve_positions
+from dtcp.models.inputs import check_position_range, check_tokens, is_residual_stream, position_error, resolve_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,11 @@ class GPT(nn.Module):
                 range where their values cost no device wait (eager, on the CPU). Elsewhere
                 ``config.check_seq_len(seq_len)``, once before the first step, is the check.
         """
+        is_embedded = is_residual_stream(tokens)
+        if not is_embedded:
+            check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
-        x = tokens if tokens.is_floating_point() else self._embed(tokens, positions)
+        x = tokens if is_embedded else self._embed(tokens, positions)
         for block in self.layers.values():
             x = block(x)
         if self.final_norm is None:  # other stages hold the layers after
@@ -196,7 +199,6 @@ class GPT(nn.Module):
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        check_tokens(tokens, self.config.vocab_size)
         check_position_range(positions, self.config.max_seq_len)
         return self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
 

@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 
+def is_residual_stream(x: Tensor) -> bool:
+    """Whether a model's input is (B, S, dim) from layers that another stage of a pipeline holds, and no tokens."""
+    return x.ndim == 3 and x.is_floating_point()
+
+
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """Raise ``ValueError`` unless ``tokens`` is an int64 (B, S) tensor of ids below ``vocab_size``.
 
@@ -42,7 +47,8 @@ def resolve_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
     if positions.shape != tokens.shape[:2] and positions.shape != tokens.shape[1:2]:
         raise ValueError(
             f"positions must be (B, S) = {tuple(tokens.shape[:2])} or (S,) = {tuple(tokens.shape[1:2])} like the "
-            f"tokens, got {tuple(positions.shape)}; pass the global position of each local token, e.g. layout.positions(rank)"
+            f"tokens, got {tuple(positions.shape)}; pass the global position of each local token, e.g. "
+            "layout.positions(rank)"
         )
     if positions.device != tokens.device:
         raise ValueError(f"positions must be on the tokens' device {tokens.device}, got {positions.device}")

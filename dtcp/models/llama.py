@@ -13,7 +13,7 @@ from dtcp.models.attention import ScaledDotProductAttention
 from dtcp.models.config import check_divides, check_positive, training_flops_per_token
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Init, initialize
-from dtcp.models.inputs import check_tokens, resolve_positions
+from dtcp.models.inputs import check_tokens, is_residual_stream, resolve_positions
 from dtcp.models.rope import RopeScaling, RotaryEmbedding
 
 
@@ -171,18 +171,17 @@ class Llama(nn.Module):
         Raises:
             ValueError: For another shape or dtype; for token ids out of range where `check_tokens` can see them.
         """
+        is_embedded = is_residual_stream(tokens)
+        if not is_embedded:
+            check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
-        x = tokens if tokens.is_floating_point() else self._embed(tokens)
+        x = tokens if is_embedded else self.token_embedding(tokens)
         for block in self.layers.values():
             x = block(x, positions)
         if self.final_norm is None:  # other stages hold the layers after
             return x
         x = self.final_norm(x)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        check_tokens(tokens, self.config.vocab_size)
-        return self.token_embedding(tokens)
 
     def init_weights(self, seed: int) -> None:
         """Draw every parameter from ``seed`` and its name; see `dtcp.models.init.initialize`."""
