@@ -13,7 +13,7 @@ from dtcp.models.attention import ScaledDotProductAttention
 from dtcp.models.config import check_divides, check_fraction, check_positive, training_flops_per_token
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Init, initialize
-from dtcp.models.inputs import check_position_range, check_tokens, position_error, resolve_positions
+from dtcp.models.inputs import check_position_range, check_tokens, is_residual_stream, position_error, resolve_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +167,14 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.max_seq_len, config.dim)
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleDict({str(i): GPTBlock(config) for i in range(config.num_layers)})
-        self.final_norm = nn.LayerNorm(config.dim, config.norm_eps)
+        self.final_norm: nn.Module | None = nn.LayerNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the logits of the next token.
 
         Args:
-            tokens: int64 (B, S).
+            tokens: int64 (B, S); or, where other stages of a pipeline hold the layers before, their (B, S, dim).
             positions: Global position of each token, int64 (B, S) or (S,), below ``max_seq_len``; pad slots take 0.
                 None: ``arange(S)``.
 
@@ -186,14 +186,21 @@ class GPT(nn.Module):
                 range where their values cost no device wait (eager, on the CPU). Elsewhere
                 ``config.check_seq_len(seq_len)``, once before the first step, is the check.
         """
-        check_tokens(tokens, self.config.vocab_size)
+        is_embedded = is_residual_stream(tokens)
+        if not is_embedded:
+            check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
-        check_position_range(positions, self.config.max_seq_len)
-        x = self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        x = tokens if is_embedded else self._embed(tokens, positions)
         for block in self.layers.values():
             x = block(x)
+        if self.final_norm is None:  # other stages hold the layers after
+            return x
         x = self.final_norm(x)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        check_position_range(positions, self.config.max_seq_len)
+        return self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
 
     def init_weights(self, seed: int) -> None:
         """Draw every parameter from ``seed`` and its name; see `dtcp.models.init.initialize`."""

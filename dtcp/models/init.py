@@ -5,6 +5,7 @@ number of ranks cannot change a value.
 """
 
 import hashlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def plain_name(qualified_name: str) -> str:
     """Return a parameter's name without what wrappers inserted into it."""
     for prefix in WRAPPER_PREFIXES:
         qualified_name = qualified_name.replace(prefix, "")
-    return qualified_name
+    return re.sub(r"^_pipeline_stages\.\d+\.", "", qualified_name)
 
 
 def _stable_hash(seed: int, name: str) -> int:

@@ -13,7 +13,7 @@ from dtcp.models.attention import ScaledDotProductAttention
 from dtcp.models.config import check_divides, check_positive, training_flops_per_token
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Init, initialize
-from dtcp.models.inputs import check_tokens, resolve_positions
+from dtcp.models.inputs import check_tokens, is_residual_stream, resolve_positions
 from dtcp.models.rope import RopeScaling, RotaryEmbedding
 
 
@@ -155,14 +155,14 @@ class Llama(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): LlamaBlock(config) for i in range(config.num_layers)})
-        self.final_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.final_norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the logits of the next token.
 
         Args:
-            tokens: int64 (B, S).
+            tokens: int64 (B, S); or, where other stages of a pipeline hold the layers before, their (B, S, dim).
             positions: Global position of each token, int64 (B, S) or (S,); pad slots take 0. None: ``arange(S)``.
 
         Returns:
@@ -171,11 +171,15 @@ class Llama(nn.Module):
         Raises:
             ValueError: For another shape or dtype; for token ids out of range where `check_tokens` can see them.
         """
-        check_tokens(tokens, self.config.vocab_size)
+        is_embedded = is_residual_stream(tokens)
+        if not is_embedded:
+            check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
-        x = self.token_embedding(tokens)
+        x = tokens if is_embedded else self.token_embedding(tokens)
         for block in self.layers.values():
             x = block(x, positions)
+        if self.final_norm is None:  # other stages hold the layers after
+            return x
         x = self.final_norm(x)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtcp.mesh import ParallelDims
+from dtcp.parallelize.pipeline import Pipeline
 
 _BUCKET_BYTES = 64 * 2**20  # gradients travel in buckets: few messages, and the copy stays small beside the model
 
@@ -68,18 +69,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, dims: ParallelDims) -> Te
 
     Returns:
         The norm before clipping, 0-d float32, equal on every rank. Cost: one all-reduce of one number per mesh axis
-        that gradients are sharded over; no copy from the device.
+        that gradients are sharded over, and one over ``pp``; no copy from the device.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
-        NotImplementedError: If pp > 1, where the norm would have to be added over the stages.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm has to be positive, got {max_norm}; use max_norm=inf to measure without clipping")
-    if dims.pp > 1:
-        raise NotImplementedError(f"clip_grad_norm_ does not add norms over pipeline stages yet, got pp={dims.pp}")
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = _global_norm(gradients)
+    copies = model.tied_copies() if isinstance(model, Pipeline) else set()
+    norm = _global_norm(p.grad for p in model.parameters() if p.grad is not None and p not in copies)
+    if dims.pp > 1:
+        square = norm.double().square()
+        dist.all_reduce(square, group=dims.view("pp").get_group())
+        norm = square.sqrt().float()
     if gradients and not math.isinf(max_norm):
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for gradient in gradients:

@@ -1,0 +1,304 @@
+"""Pipeline parallelism: the layers of a model cut into stages, and a schedule of ``torch.distributed.pipelining``.
+
+Shapes: B rows of this data parallel rank's part of the step, S_local slots of this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtcp.collectives import agree
+from dtcp.loss import token_loss
+from dtcp.mesh import ParallelDims
+from dtcp.parallelize.stages import find_schedule
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+Loss = Callable[..., Tensor]
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a model, and the schedule that runs them.
+
+    What ``dtcp.parallelize`` returns with pp > 1. It is a module for everything that looks at parameters
+    (optimizers, ``clip_grad_norm_``, ``set_sequence``, checkpoints); instead of calling it, call
+    ``forward_backward`` or ``evaluate`` on every rank of the mesh.
+
+    Attributes:
+        num_stages: Of the whole pipeline.
+        stage_indices: Those of this rank.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        dims: ParallelDims,
+        *,
+        num_stages: int,
+        width: int,
+        schedule: str = "1F1B",
+        dtype: torch.dtype = torch.float32,
+        loss: Loss = token_loss,
+        tied: Sequence[str] = (),
+    ) -> None:
+        """Take this rank's stages, cut, compiled and sharded already.
+
+        Args:
+            stages: By index; `split_into_stages` makes them.
+            dims: Built mesh.
+            num_stages: Of the whole pipeline.
+            width: Of the residual stream, that stages hand on as (B, S_local, width).
+            schedule: A name in ``SCHEDULES``.
+            dtype: Of the residual stream.
+            loss: ``loss(output of the last stage, labels, num_valid_tokens=…)``, a microbatch's share of the sum.
+            tied: Parameters that the first and the last stage both have, and that stay equal: their gradients are
+                added up.
+
+        Raises:
+            ValueError: If the schedule does not exist or does not fit the stages.
+            NotImplementedError: For a zero-bubble schedule of compiled stages.
+        """
+        super().__init__()
+        self._kind = find_schedule(schedule)
+        self._group = dims.view("pp").get_group()
+        self._width, self._dtype, self._loss, self._tied = width, dtype, loss, tuple(tied)
+        self.num_stages = num_stages
+        self.stage_indices = sorted(stages)
+        # Parameters keep the names of the whole model: `dtcp.models.init.plain_name` takes this one away.
+        self._pipeline_stages = nn.ModuleList([stages[index] for index in self.stage_indices])
+        self._schedules: dict[tuple[int, ...], _PipelineSchedule] = {}
+        if self._kind.splits_backward:
+            _check_zero_bubble(self._pipeline_stages, schedule)
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """This rank's stages, in the order of ``stage_indices``."""
+        return list(self._pipeline_stages)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return 0 in self.stage_indices
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, and so the loss."""
+        return self.num_stages - 1 in self.stage_indices
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Raise: a stage alone has no output; call ``forward_backward`` or ``evaluate`` instead."""
+        raise TypeError(
+            "a pipeline is run by its schedule: call pipeline.forward_backward(tokens, labels, num_microbatches=…) or "
+            "pipeline.evaluate(…) on every rank instead of pipeline(tokens)"
+        )
+
+    def forward_backward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        num_microbatches: int,
+        num_valid_tokens: Tensor | int,
+        **inputs: Tensor,
+    ) -> Tensor:
+        """Add the gradient of this rank's share of the loss to its parameters. Call it on every rank of the mesh.
+
+        Args:
+            tokens: int64 (B, S_local), equal on every pp rank; B is a multiple of ``num_microbatches``.
+            labels: int64 (B, S_local).
+            num_microbatches: Into which the rows are split, in order.
+            num_valid_tokens: Of the whole optimizer step, over the loss view: the divisor of every token's loss.
+            inputs: What every stage's forward takes besides, (B, …) each: positions, dropout keys.
+
+        Returns:
+            This rank's share of the loss, 0-d float32 (0 on ranks without the last stage): the loss is the sum over
+            the loss view and the ``pp`` axis. Nothing is scaled by the number of microbatches.
+
+        Raises:
+            ValueError: On every rank, before anything is sent, if the pp ranks differ in shapes or numbers.
+        """
+        self._agree(True, tokens, labels, num_microbatches, inputs)
+        schedule = self._schedule(tokens.size(0) // num_microbatches, tokens.size(1), num_microbatches, tokens.device)
+        losses: list[Tensor] = []
+        before = self._set_tied_gradients_aside()
+        schedule.step(
+            *([tokens] if self.is_first else []),
+            target=labels,
+            losses=losses,
+            loss_kwargs={"num_valid_tokens": num_valid_tokens},
+            return_outputs=False,
+            **inputs,
+        )
+        self._add_tied_gradients(before)
+        return _sum_of_shares(losses, tokens.device)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        num_microbatches: int,
+        num_valid_tokens: Tensor | int,
+        **inputs: Tensor,
+    ) -> Tensor:
+        """Return this rank's share of the loss, as ``forward_backward``, without gradients."""
+        self._agree(False, tokens, labels, num_microbatches, inputs)
+        microbatches = [
+            dict(zip(inputs, values, strict=True))
+            for values in zip(*(x.chunk(num_microbatches) for x in inputs.values()), strict=True)
+        ] or [{} for _ in range(num_microbatches)]
+        hidden, sends = list(tokens.chunk(num_microbatches)), []
+        shape = (tokens.size(0) // num_microbatches, tokens.size(1), self._width)
+        for index, stage in zip(self.stage_indices, self.stages, strict=True):
+            # All microbatches through a stage, then the next of this rank: so a rank is never waited for twice.
+            for number, given in enumerate(microbatches):
+                if index > 0 and index - 1 not in self.stage_indices:
+                    hidden[number] = torch.empty(shape, dtype=self._dtype, device=tokens.device)
+                    dist.recv(hidden[number], group=self._group, group_src=self._rank_of(index - 1))
+                hidden[number] = stage(hidden[number], **given)
+                if index + 1 < self.num_stages and index + 1 not in self.stage_indices:
+                    peer = self._rank_of(index + 1)
+                    send = dist.isend(hidden[number].contiguous(), group=self._group, group_dst=peer)
+                    assert send is not None  # this rank is in the group
+                    sends.append(send)
+        for send in sends:
+            send.wait()
+        if not self.is_last:
+            return _sum_of_shares([], tokens.device)
+        by_microbatch = zip(hidden, labels.chunk(num_microbatches), strict=True)
+        return _sum_of_shares(
+            [self._loss(out, wanted, num_valid_tokens=num_valid_tokens) for out, wanted in by_microbatch], tokens.device
+        )
+
+    def _rank_of(self, index: int) -> int:
+        """The rank in the pp group that holds a stage."""
+        pp = self._group.size()
+        return 2 * pp - 1 - index if self._kind.is_v_shaped and index >= pp else index % pp
+
+    def _agree(
+        self, is_training: bool, tokens: Tensor, labels: Tensor, num_microbatches: int, inputs: dict[str, Tensor]
+    ) -> None:
+        """Check this rank's arguments, and that the pp ranks give the same: another shape would abort or hang."""
+        error: Exception | None = None
+        if num_microbatches < 1 or tokens.size(0) % num_microbatches:
+            error = ValueError(
+                f"a pipeline splits the rows into equal microbatches, got {tokens.size(0)} rows and "
+                f"num_microbatches={num_microbatches}; use one of {_divisors(tokens.size(0))}"
+            )
+        for name, x in {"labels": labels, **inputs}.items():
+            if x.size(0) != tokens.size(0):
+                error = ValueError(
+                    f"{name} must have the {tokens.size(0)} rows of the tokens, got {tuple(x.shape)}; expand it: the "
+                    "pipeline cuts every input by rows"
+                )
+        fields = {
+            "is_training": int(is_training),
+            "rows": tokens.size(0),
+            "local_seq_len": tokens.size(1),
+            "num_microbatches": num_microbatches,
+            "num_inputs": len(inputs),
+        }
+        agree("pipeline step", fields, self._group, tokens.device, error, entry=" ".join(inputs))
+
+    def _schedule(self, rows: int, seq_len: int, num_microbatches: int, device: torch.device) -> _PipelineSchedule:
+        """The schedule for microbatches of ``rows`` rows; torch's stages hold buffers of one shape."""
+        key = (rows, seq_len, num_microbatches)
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(rows, seq_len, num_microbatches, device)
+        return self._schedules[key]
+
+    def _make_schedule(self, rows: int, seq_len: int, num_microbatches: int, device: torch.device) -> _PipelineSchedule:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        stages = []
+        hidden = torch.empty(rows, seq_len, self._width, dtype=self._dtype, device="meta", requires_grad=True)
+        for index, stage in zip(self.stage_indices, self.stages, strict=True):
+            given = torch.empty(rows, seq_len, dtype=torch.int64, device="meta") if index == 0 else hidden
+            # All shapes are given: torch would find them out by a real forward and backward.
+            stages.append(
+                PipelineStage(
+                    stage, index, self.num_stages, device, input_args=given, output_args=hidden, group=self._group
+                )
+            )
+        make = functools.partial(
+            get_schedule_class(self._kind.name), n_microbatches=num_microbatches, loss_fn=self._loss, scale_grads=False
+        )
+        try:
+            return make(stages) if self._kind.is_looped else make(stages[0])
+        except ValueError as error:  # equal on every rank
+            raise ValueError(
+                f"schedule {self._kind.name}: {error} Use num_microbatches={self.num_stages} or a multiple of it"
+            ) from error
+
+    # ---- parameters that two stages have ----
+
+    def _tied_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of this rank's first or last stage; empty on ranks in between."""
+        if not (self.is_first or self.is_last):
+            return {}
+        stage = self.stages[0 if self.is_first else -1]
+        return {name: stage.get_parameter(name) for name in self._tied}
+
+    def tied_copies(self) -> set[nn.Parameter]:
+        """Parameters here that another stage has too, and counts: not to be counted twice in a norm."""
+        return set() if self.is_first else set(self._tied_parameters().values())
+
+    def _set_tied_gradients_aside(self) -> dict[str, Tensor | None]:
+        """What earlier microbatches of the step left has been added up over both stages already."""
+        gradients = {name: parameter.grad for name, parameter in self._tied_parameters().items()}
+        for parameter in self._tied_parameters().values():
+            parameter.grad = None
+        return gradients
+
+    def _add_tied_gradients(self, before: dict[str, Tensor | None]) -> None:
+        peer = self._group.size() - 1 if self.is_first else 0
+        for name, parameter in self._tied_parameters().items():
+            assert parameter.grad is not None, name
+            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            other = torch.empty_like(own)
+            transfers = [
+                dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+            own.add_(other)
+            if (earlier := before[name]) is not None:
+                parameter.grad = parameter.grad + earlier
+
+
+def _check_zero_bubble(stages: nn.ModuleList, schedule: str) -> None:
+    """Refuse compiled stages, and warn of recomputation twice."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    for name, module in stages.named_modules():
+        if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
+            raise NotImplementedError(
+                f"schedule {schedule} takes the backward of a stage apart, which torch.compile does not allow, got "
+                f"compiled {name}; use training.compile=false, or schedule 1F1B or Interleaved1F1B"
+            )
+    if any(isinstance(module, CheckpointWrapper) for module in stages.modules()):
+        warnings.warn(
+            f"schedule {schedule} with activation checkpointing recomputes the layers twice, once for the gradients of "
+            "inputs and once for those of weights; 1F1B and Interleaved1F1B do so once",
+            stacklevel=3,
+        )
+
+
+def _sum_of_shares(losses: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(losses).detach().float().sum() if losses else torch.zeros((), device=device)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,155 @@
+"""Cut a model by layers into the stages of a pipeline.
+
+A stage is the model itself with only some of its layers. Its forward has to take the residual stream where it has no
+embedding, and give it back where it has no head, as `dtcp.models` do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from dtcp.mesh import ParallelDims
+
+FIRST = ("token_embedding", "position_embedding", "embedding_dropout")
+LAST = ("final_norm", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a schedule of ``torch.distributed.pipelining`` asks of the stages."""
+
+    name: str  # as ``torch.distributed.pipelining.schedules.get_schedule_class`` knows it
+    is_looped: bool  # several stages a rank
+    is_v_shaped: bool  # the last stage is on the first rank
+    splits_backward: bool  # gradients of inputs and of weights apart ("zero bubble")
+
+
+SCHEDULES = {
+    kind.name: kind
+    for kind in (
+        Schedule("GPipe", False, False, False),
+        Schedule("1F1B", False, False, False),
+        Schedule("Interleaved1F1B", True, False, False),
+        Schedule("InterleavedZeroBubble", True, False, True),
+        Schedule("ZBVZeroBubble", True, True, True),
+    )
+}
+
+
+def deal_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Return the layers of each stage: consecutive, sizes that differ by one at most.
+
+    Middle stages have the layer more, if there is one: embedding and head cost the ends something already.
+
+    Raises:
+        ValueError: If a stage would have no layer.
+    """
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers are too few for {num_stages} pipeline stages: each needs one; use a smaller mesh.pp, "
+            "or a schedule with one stage a rank (1F1B)"
+        )
+    size, num_larger = divmod(num_layers, num_stages)
+    first_larger = (num_stages - num_larger) // 2
+    sizes = [size + (first_larger <= i < first_larger + num_larger) for i in range(num_stages)]
+    return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(num_stages)]
+
+
+def stages_of_rank(rank: int, pp: int, stages_per_rank: int, *, is_v_shaped: bool) -> list[int]:
+    """Return the indices of a pp rank's stages: ``rank``, ``rank + pp``, …, or there and back again in a V."""
+    if is_v_shaped:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * i for i in range(stages_per_rank)]
+
+
+def make_stage(
+    model: nn.Module,
+    layers: Collection[int],
+    *,
+    is_first: bool,
+    is_last: bool,
+    first: Sequence[str] = FIRST,
+    last: Sequence[str] = LAST,
+    tied: Sequence[str] = (),
+) -> nn.Module:
+    """Return ``model`` with only some of its parts; those that it has are the model's own, not copies.
+
+    Args:
+        model: Has ``layers``, an ``nn.ModuleDict`` keyed "0", "1", … so that a layer keeps its name among fewer.
+        layers: Positions of those to keep.
+        is_first: Whether to keep the modules named in ``first``.
+        is_last: Whether to keep those named in ``last``.
+        tied: Of ``first``, those whose weights the last stage needs too.
+
+    Raises:
+        ValueError: If ``model.layers`` is no ModuleDict with these keys.
+    """
+    blocks = getattr(model, "layers", None)
+    if not isinstance(blocks, nn.ModuleDict) or list(blocks) != [str(i) for i in range(len(blocks))]:
+        raise ValueError(
+            f"a pipeline wants the layers of {type(model).__name__} in model.layers, an nn.ModuleDict with the keys "
+            f"'0', '1', …, got {type(blocks).__name__}: a layer keeps its name when others are taken out"
+        )
+    stage = copy.copy(model)  # the tables of a module are its own, or a hook would be on all stages
+    stage.__dict__ = {
+        name: copy.copy(value) if isinstance(value, dict | set) else value for name, value in model.__dict__.items()
+    }
+    dropped = {*(() if is_first else first), *(() if is_last else last)} - {*(tied if is_last else ())}
+    for name in dropped & set(stage._modules):
+        stage._modules[name] = None
+    stage.layers = nn.ModuleDict({str(i): blocks[str(i)] for i in layers})
+    return stage
+
+
+def find_schedule(name: str) -> Schedule:
+    """Return what is known of the schedule.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no pipeline schedule {name!r}; schedules: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def split_into_stages(
+    model: nn.Module,
+    dims: ParallelDims,
+    *,
+    schedule: str = "1F1B",
+    stages_per_rank: int | None = None,
+    tied: Sequence[str] = (),
+) -> tuple[dict[int, nn.Module], int]:
+    """Return this rank's stages by index, and how many there are on all ranks together.
+
+    Args:
+        model: See `make_stage`; on the meta device nothing is ever held that is not kept.
+        stages_per_rank: 1 or 2 as the schedule needs by default; more for the interleaved ones.
+        tied: Modules of the first stage whose weights the last one needs too.
+
+    Raises:
+        ValueError: If layers, stages and schedule do not fit each other.
+    """
+    kind = find_schedule(schedule)
+    stages_per_rank = (2 if kind.is_looped else 1) if stages_per_rank is None else stages_per_rank
+    is_allowed = stages_per_rank == 2 if kind.is_v_shaped else (stages_per_rank > 1) == kind.is_looped
+    if stages_per_rank < 1 or not is_allowed:
+        wanted = "2" if kind.is_v_shaped else "2 or more" if kind.is_looped else "1"
+        raise ValueError(f"schedule {schedule} has {wanted} stages a rank, got stages_per_rank={stages_per_rank}")
+    if tied and kind.is_v_shaped:
+        raise ValueError(
+            f"schedule {schedule} puts the first and the last stage on one rank, where tied weights are two "
+            f"parameters; use tie_weights=False, or another schedule: {', '.join(SCHEDULES)}"
+        )
+    num_stages = dims.pp * stages_per_rank
+    layers = deal_layers(len(model.layers), num_stages)  # type: ignore[arg-type]
+    rank = dims.view("pp").get_local_rank()
+    stages = {
+        index: make_stage(model, layers[index], is_first=index == 0, is_last=index == num_stages - 1, tied=tied)
+        for index in stages_of_rank(rank, dims.pp, stages_per_rank, is_v_shaped=kind.is_v_shaped)
+    }
+    return stages, num_stages
