@@ -200,7 +200,10 @@ def _before_forward(module: nn.Module, inputs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter.requires_grad and not hasattr(parameter, _HAS_HOOK):
+        if not isinstance(parameter, DTensor) or not parameter.requires_grad:
+            continue
+        # A copy has the mark without the hooks, a parameter with another tensor in it the hooks without the mark.
+        if not (hasattr(parameter, _HAS_HOOK) and parameter._backward_hooks):
             # The list of hooks has stayed when another tensor came: set again, it holds for that tensor.
             parameter._backward_hooks = parameter._backward_hooks
             parameter.register_hook(functools.partial(_take_placements, parameter.placements))
