@@ -5,13 +5,12 @@ Shapes: B batch, S positions that the tp ranks share, T = tp ranks.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class ReplicatedParameters(ParallelStyle):
@@ -69,22 +68,47 @@ class ReplicatedParameters(ParallelStyle):
         )
 
 
-class VocabularyParallelEmbedding(RowwiseParallel):
+class VocabularyParallelEmbedding(ParallelStyle):
     """Cut an embedding's rows over the ranks, which all look up the same tokens; the vocabulary need not divide.
 
-    torch's ``RowwiseParallel``, that also refuses a sequence which the ranks cannot share evenly: under
-    ``output_layouts=Shard(1)`` what follows would take parts of another size for it.
+    torch's ``RowwiseParallel`` with two differences. A sequence that the ranks cannot share evenly is refused: under
+    ``Shard(1)`` what follows would take parts of another size for it. And the output has arrived when it is given: a
+    compiled block that got one still on its way would hand back a gradient that torch cannot use.
+
+    Args:
+        output_layout: ``Replicate()``, or ``Shard(1)`` for a part of the positions (B, S/T, D) on each rank.
+        use_local_output: Give a plain tensor, this rank's part, instead of a DTensor.
     """
 
-    def __init__(self, *, output_layouts: Placement, use_local_output: bool = True) -> None:
-        super().__init__(input_layouts=Replicate(), output_layouts=output_layouts, use_local_output=use_local_output)
+    def __init__(self, *, output_layout: Placement, use_local_output: bool = True) -> None:
+        super().__init__()
+        self.output_layout, self.use_local_output = output_layout, use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-        if self.output_layouts == (Shard(1),):
-            # Before the hook of RowwiseParallel: it sees the plain tokens.
-            module.register_forward_pre_hook(partial(_check_tokens, device_mesh.size()), prepend=True)
+        if not isinstance(module, nn.Embedding):
+            raise ValueError(f"VocabularyParallelEmbedding is for nn.Embedding, got {type(module).__name__}")
+        weight = distribute_tensor(module.weight.detach(), device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight, requires_grad=module.weight.requires_grad))
+        module.register_forward_pre_hook(lambda _, inputs: self._prepare_input(inputs, device_mesh))
+        module.register_forward_hook(lambda _, inputs, output: self._prepare_output(output))
         return module
+
+    def _prepare_input(self, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        tokens = inputs[0]
+        if isinstance(self.output_layout, Shard):
+            check_positions(tokens.size(self.output_layout.dim), mesh.size())
+        if not isinstance(tokens, DTensor):
+            tokens = DTensor.from_local(tokens, mesh, [Replicate()], run_check=False)
+        return (tokens, *inputs[1:])
+
+    def _prepare_output(self, output: DTensor) -> Tensor:
+        output = output.redistribute(placements=[self.output_layout])
+        return output.to_local() if self.use_local_output else output
+
+    def __repr__(self) -> str:
+        return (
+            f"VocabularyParallelEmbedding(output_layout={self.output_layout}, use_local_output={self.use_local_output})"
+        )
 
 
 def check_positions(num_positions: int, tp: int) -> None:
@@ -94,7 +118,3 @@ def check_positions(num_positions: int, tp: int) -> None:
             f"sequence parallelism cuts the positions of a rank evenly over tp={tp}, got {num_positions}; pad them: "
             f"dtcp.make_layout(..., multiple_of={tp}) does, also at cp=1, or switch it off with sequence_parallel=False"
         )
-
-
-def _check_tokens(tp: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    check_positions(inputs[0].size(1), tp)

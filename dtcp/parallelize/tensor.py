@@ -58,7 +58,7 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
             "in the same way and give it to apply_tensor_parallel(model, dims, plan=...)"
         )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
-    plan: Plan = {"token_embedding": VocabularyParallelEmbedding(output_layouts=stream)}
+    plan: Plan = {"token_embedding": VocabularyParallelEmbedding(output_layout=stream)}
     if isinstance(model, GPT):
         # Positions are (B, S) or (S,): the last dim is what is cut.
         cut = Shard(-1) if sequence_parallel else Replicate()
