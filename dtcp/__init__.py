@@ -26,15 +26,20 @@ if TYPE_CHECKING:
     from dtcp.parallelize.context import ContextParallel, set_sequence
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
+    from dtcp.parallelize.styles import ReplicatedParameters, VocabularyParallelEmbedding
+    from dtcp.parallelize.tensor import apply_tensor_parallel, tensor_parallel_plan
 
 # Public name -> module that defines it. Loaded on first use, so that `import dtcp` stays light
 # (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
 _HOME = {
     "ContextParallel": "dtcp.parallelize.context",
     "ParallelDims": "dtcp.mesh",
+    "ReplicatedParameters": "dtcp.parallelize.styles",
     "SequenceLayout": "dtcp.layout",
     "Tile": "dtcp.layout",
+    "VocabularyParallelEmbedding": "dtcp.parallelize.styles",
     "apply_fsdp": "dtcp.parallelize.fsdp",
+    "apply_tensor_parallel": "dtcp.parallelize.tensor",
     "as_dtensor": "dtcp.dispatch.tagged",
     "clip_grad_norm_": "dtcp.parallelize.gradients",
     "context_parallel": "dtcp.dispatch.context",
@@ -45,16 +50,20 @@ _HOME = {
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
     "set_sequence": "dtcp.parallelize.context",
+    "tensor_parallel_plan": "dtcp.parallelize.tensor",
     "token_loss": "dtcp.loss",
 }
 
 __all__ = [
     "ContextParallel",
     "ParallelDims",
+    "ReplicatedParameters",
     "SequenceLayout",
     "Tile",
+    "VocabularyParallelEmbedding",
     "__version__",
     "apply_fsdp",
+    "apply_tensor_parallel",
     "as_dtensor",
     "check_same_batch",
     "clip_grad_norm_",
@@ -68,6 +77,7 @@ __all__ = [
     "set_sequence",
     "shard",
     "shift_labels",
+    "tensor_parallel_plan",
     "token_loss",
     "unshard",
 ]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtcp.collectives import check_mesh
+from dtcp.vocabulary import vocabulary_parallel_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,8 @@ def token_loss(
 
     Args:
         logits: (…, V), this rank's tokens, any float dtype; the softmax is taken in float32 (float64 for float64).
-        labels: (…), already shifted; ``ignore_index`` counts for nothing.
+            Vocabulary-parallel logits are a DTensor, Shard(-1) over the 1-D tp mesh: no rank gathers the vocabulary.
+        labels: (…), already shifted; ``ignore_index`` counts for nothing. Plain, and equal on tp ranks.
         mesh: 1-D mesh over which tokens are spread (``dims.view("loss")``), where the count is summed. It is not
             used when ``num_valid_tokens`` is given.
         num_valid_tokens: The divisor, for gradient accumulation: the sum of ``count_valid_tokens`` over all
@@ -56,8 +58,8 @@ def token_loss(
         the valid tokens; with none at all it is 0 and so is its gradient.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit, ``num_valid_tokens`` is not one number of at least 0, or a label is
-            outside the vocabulary (seen in eager mode on CPU).
+        ValueError: If shapes or dtypes do not fit, ``num_valid_tokens`` is not one number of at least 0, a label is
+            outside the vocabulary (seen in eager mode on CPU), or logits are a DTensor that is spread in another way.
     """
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -72,15 +74,28 @@ def token_loss(
     if num_valid_tokens is None:
         num_valid_tokens = count_valid_tokens(labels, mesh=mesh, ignore_index=ignore_index)
     _check_count(num_valid_tokens)
+    total = _summed_cross_entropy(logits, labels, ignore_index)
+    return total / torch.as_tensor(num_valid_tokens, device=total.device).clamp(min=1)
+
+
+def _summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    if hasattr(logits, "placements"):  # a DTensor, told without loading its module
+        if type(labels) is Tensor and labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_labels(labels, logits.size(-1), ignore_index)
+        return vocabulary_parallel_cross_entropy(logits, labels, ignore_index=ignore_index)  # type: ignore[arg-type]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     flat = labels.reshape(-1).to(torch.int64)
     try:
-        total = F.cross_entropy(
+        return F.cross_entropy(
             logits.reshape(-1, logits.size(-1)).to(dtype), flat, ignore_index=ignore_index, reduction="sum"
         )
     except IndexError as error:  # torch names the label only; on an accelerator it asserts on the device
         raise _outside_vocabulary(labels, logits.size(-1), ignore_index) from error
-    return total / torch.as_tensor(num_valid_tokens, device=total.device).clamp(min=1)
+
+
+def _check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    if bool(((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).any()):
+        raise _outside_vocabulary(labels, vocab_size, ignore_index)
 
 
 def _outside_vocabulary(labels: Tensor, vocab_size: int, ignore_index: int) -> ValueError:

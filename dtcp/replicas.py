@@ -81,9 +81,11 @@ class _Group:
             self._num_optimizers += 1
         if steps.is_judged:
             return
-        own = [] if steps.has_written else _norms(_plain_parameters(optimizer))
         try:
-            of_ranks = steps.exchange(own, resolve_group(self._name))
+            sharing = resolve_group(self._name)
+            ranks = dist.get_process_group_ranks(sharing)
+            own = [] if steps.has_written else _norms(_whole_parameters(optimizer, ranks))
+            of_ranks = steps.exchange(own, sharing)
         except (RuntimeError, ValueError):  # the group has ended, or its store cannot be asked
             self.is_done = True
             return
@@ -117,31 +119,45 @@ class _Steps:
         return None
 
 
-def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Parameters that every rank holds whole, as far as one can see, with a gradient. FSDP's are not."""
-    return [
-        parameter
+def _whole_parameters(optimizer: Optimizer, ranks: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Parameters that each of the ranks holds whole, as far as one can see, and their gradients. FSDP's are not.
+
+    Of a DTensor over other ranks only, those of tensor parallelism, each of these ranks holds the same part.
+    """
+    pairs = [
+        (_local(parameter, ranks), _local(parameter.grad, ranks))
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.grad is not None
-        and parameter.grad.layout == torch.strided
-        and parameter.dtype in _NORM_DTYPES
-        and parameter.grad.dtype in _NORM_DTYPES
-        and not parameter.is_meta
-        and type(parameter).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-        and not getattr(parameter, "_fsdp_flattened", False)
+        if parameter.grad is not None and not getattr(parameter, "_fsdp_flattened", False)
     ]
+    return [pair for pair in pairs if all(_can_measure(x) for x in pair)]
+
+
+def _local(x: Tensor, ranks: list[int]) -> Tensor:
+    mesh = getattr(x, "device_mesh", None)  # of a DTensor, told without loading its module
+    if mesh is None or len(set(mesh.mesh.flatten().tolist()).intersection(ranks)) > 1:
+        return x
+    return x.to_local()  # type: ignore[attr-defined]
+
+
+def _can_measure(x: Tensor) -> bool:
+    return (
+        x.layout == torch.strided
+        and x.dtype in _NORM_DTYPES
+        and not x.is_meta
+        and type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    )
 
 
 @torch.no_grad()
-def _norms(parameters: list[Tensor]) -> list[list[Any]]:
+def _norms(parameters: list[tuple[Tensor, Tensor]]) -> list[list[Any]]:
     """(shape, norm of the parameter, norm of its gradient) of each."""
     if not parameters:
         return []
-    both = [x.norm(dtype=_NORM_DTYPES[x.dtype]) for p in parameters for x in (p, p.grad) if x is not None]
+    both = [x.norm(dtype=_NORM_DTYPES[x.dtype]) for pair in parameters for x in pair]
     dtype = max((x.dtype for x in both), key=lambda dtype: dtype.itemsize)
     norms = torch.stack([x.to(both[0].device, dtype) for x in both]).view(-1, 2).tolist()  # one copy from the device
-    return [[list(p.shape), *norm] for p, norm in zip(parameters, norms, strict=True)]
+    return [[list(p.shape), *norm] for (p, _), norm in zip(parameters, norms, strict=True)]
 
 
 def _differing(of_ranks: list[list[list[Any]]]) -> str | None:

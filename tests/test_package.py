@@ -30,6 +30,7 @@ LAYERS = [
     ["documents"],
     ["layout"],
     ["shard_ops"],
+    ["vocabulary"],
     ["shard", "mesh", "loss"],
     ["attention.kernels", "attention.merge", "attention.comm", "attention.schedule", "attention.calls"],
     ["attention.strategies"],

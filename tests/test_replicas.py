@@ -162,7 +162,7 @@ def check_other_tensors(rank: int, world: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     optimizer.param_groups[0]["params"] = tensors
     root = 2**0.5
-    [double, half] = replicas._norms(replicas._plain_parameters(optimizer))
+    [double, half] = replicas._norms(replicas._whole_parameters(optimizer, [rank]))
     assert double == [[2], pytest.approx(root, abs=1e-12), pytest.approx(2 * root, abs=1e-12)]
     assert half == [[4], 2.0, 4.0]
     assert replicas._norms([]) == []

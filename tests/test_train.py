@@ -278,8 +278,7 @@ def make_trainer(rank: int, world: int, overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["mesh.tp=2"], "do not exist yet, got mesh.tp=2 mesh.pp=1; use mesh.tp=1"),
-        (["mesh.pp=2"], "mesh.pp=2; use mesh.tp=1 mesh.pp=1"),
+        (["mesh.pp=2"], "does not exist yet, got mesh.pp=2; use mesh.pp=1 and more of mesh.tp"),
         (["mesh.cp=3"], "world size is 2; nearest that works"),
         (["mesh.cp=2", "model.dropout=0.1"], "use model.dropout=0"),
     ],

@@ -74,6 +74,7 @@ def context_parallel(
     kernel: str = "auto",
     documents: Any = None,
     seq_len: int | None = None,
+    multiple_of: int = 1,
     expected_attention_calls: int | None = None,
 ) -> Iterator[ContextParallelRegion]:
     """Make every ``F.scaled_dot_product_attention`` inside context parallel, and cut ``buffers`` for so long.
@@ -96,6 +97,7 @@ def context_parallel(
         layout, strategy, kernel: As in ``make_layout`` and ``context_parallel_attention``.
         documents: Not available yet.
         seq_len: Tokens of the sequence, where there are no buffers to tell.
+        multiple_of: Pad until S_local is a multiple of it: the tp degree, where the model is sequence parallel.
         expected_attention_calls: Raise at the end unless there were so many. None wants at least one.
 
     Raises:
@@ -109,7 +111,7 @@ def context_parallel(
     if documents is not None:
         raise NotImplementedError("context_parallel does not know documents yet; use documents=None")
     listed = _list_buffers(buffers, buffer_seq_dims, buffer_pad_values)
-    sequence = make_layout(layout, seq_len=_sequence_length(listed, seq_len), cp=mesh.size())
+    sequence = make_layout(layout, seq_len=_sequence_length(listed, seq_len), cp=mesh.size(), multiple_of=multiple_of)
     local_buffers = _cut_buffers(listed, no_restore_buffers or (), mesh, sequence)
     counter = CallCounter()
     frame = Frame(

@@ -23,8 +23,8 @@ _BUCKET_BYTES = 64 * 2**20  # gradients travel in buckets: few messages, and the
 def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
     """Replace every gradient by its sum over the data and context parallel ranks, in place.
 
-    For models whose parameters are plain tensors, equal on all of these ranks. A parameter that has a gradient on
-    some ranks only counts as zero on the others; one that has none anywhere stays without.
+    For models whose parameters are plain tensors, or DTensors over ``tp``, equal on all of these ranks. A parameter
+    that has a gradient on some ranks only counts as zero on the others; one that has none anywhere stays without.
 
     Args:
         model: Its ``requires_grad`` parameters are visited in ``named_parameters`` order, equal on every rank.
@@ -34,14 +34,14 @@ def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
     Raises:
         ValueError: If a parameter is a DTensor over more than the ``tp`` axis: FSDP2 has reduced it already.
     """
-    if dims.dp_replicate * dims.dp_shard * dims.cp == 1:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if dims.dp_replicate * dims.dp_shard * dims.cp > 1:
+        for name, parameter in parameters:
+            _refuse_sharded(name, parameter)
+    _take_placements(parameter for _, parameter in parameters)
+    if dims.dp_replicate * dims.dp_shard * dims.cp == 1 or not parameters:
         return
     group = dims.view("loss").get_group()
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, parameter in parameters:
-        _refuse_sharded(name, parameter)
-    if not parameters:
-        return
     has_gradient_here = [parameter.grad is not None for _, parameter in parameters]
     anywhere = torch.tensor(has_gradient_here, dtype=torch.uint8, device=parameters[0][1].device)
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
@@ -59,8 +59,9 @@ def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, dims: ParallelDims) -> Tensor:
     """Scale the gradients in place so that their global 2-norm is at most ``max_norm``.
 
-    The norm is that of the whole gradient, each element counted once, whatever mesh it is spread over. A norm that is
-    not finite leaves every gradient as it is, so that a caller can still find the one at fault.
+    The norm is that of the whole gradient, each element counted once, whatever mesh it is spread over; what ranks of
+    ``tp`` have not added yet (Partial) is added here. A norm that is not finite leaves every gradient as it is, so that
+    a caller can still find the one at fault.
 
     Args:
         model: Gradients may be DTensors over several meshes, plain tensors that are equal on every rank, or missing.
@@ -76,6 +77,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, dims: ParallelDims) -> Te
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm has to be positive, got {max_norm}; use max_norm=inf to measure without clipping")
+    _take_placements(model.parameters())
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     copies = model.tied_copies() if isinstance(model, Pipeline) else set()
     norm = _global_norm(p.grad for p in model.parameters() if p.grad is not None and p not in copies)
@@ -121,10 +123,21 @@ def _sharded_over(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None
     if not isinstance(gradient, DTensor):
         return None
     assert not any(p.is_partial() for p in gradient.placements), f"a gradient was left unreduced: {gradient.placements}"
+    # Not is_shard(): what FSDP2 cuts on the dim that tp has cut is a _StridedShard, which denies it.
     mesh_dims = tuple(
-        i for i, p in enumerate(gradient.placements) if p.is_shard() and gradient.device_mesh.size(i) > 1
+        i for i, p in enumerate(gradient.placements) if not p.is_replicate() and gradient.device_mesh.size(i) > 1
     )
     return (gradient.device_mesh, mesh_dims) if mesh_dims else None
+
+
+def _take_placements(parameters: Iterable[nn.Parameter]) -> None:
+    """Spread every gradient as its parameter is: what is Partial is added up."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _refuse_sharded(name: str, parameter: Tensor) -> None:

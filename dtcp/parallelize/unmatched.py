@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from types import FrameType
 from typing import Any
@@ -19,6 +20,16 @@ def refuse_unmatched_entries(style: type[ParallelStyle]) -> None:
     one place to notice.
     """
     sys.modules[parallelize_module.__module__].warnings = _Warnings(style)  # type: ignore[attr-defined]
+
+
+def refuse_unmatched_keys(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
+    """Raise ``ValueError`` if a key of ``plan``, whatever its entry, matches no module of ``model``."""
+    for key in plan:
+        if not _matches(model, key.split(".") if key else []):
+            raise ValueError(
+                f"plan key {key!r} matches no module of {type(model).__name__}, and its part would stay whole on every "
+                f"rank; its modules are {_some_names(model)}"
+            )
 
 
 class _Warnings:

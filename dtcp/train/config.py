@@ -62,6 +62,13 @@ class AttentionConfig:
 
 
 @dataclass(slots=True)
+class TensorParallelConfig:
+    """How the model is cut when tp > 1."""
+
+    sequence_parallel: bool = MISSING  # norms and the residual stream work on a share of the positions
+
+
+@dataclass(slots=True)
 class OptimizerConfig:
     lr: float = MISSING  # peak
     beta1: float = MISSING
@@ -109,6 +116,7 @@ class JobConfig:
     data: Any = field(default_factory=lambda: _open_twin(DataConfig)())  # fields of dtcp.train.data.DataConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

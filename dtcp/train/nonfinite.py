@@ -77,6 +77,8 @@ def _first_token(
     device = torch.device("cpu")
     for microbatch in microbatches:
         logits = forward(microbatch)
+        if isinstance(logits, DTensor):  # vocabulary-parallel
+            logits = logits.full_tensor()
         device = logits.device
         losses = F.cross_entropy(
             logits.float().flatten(0, 1), microbatch.labels.flatten(), ignore_index=-100, reduction="none"

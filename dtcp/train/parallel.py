@@ -8,14 +8,16 @@ from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
 from dtcp.parallelize.context import ContextParallel
 from dtcp.parallelize.fsdp import apply_fsdp
+from dtcp.parallelize.tensor import apply_tensor_parallel
 from dtcp.train.config import AttentionConfig, DType, JobConfig
 
 
 def parallelize_for_training(model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device) -> None:
     """Make ``model`` ready for its first step, in place.
 
-    Context parallel attention in every block, then compile per block, then FSDP2, then the initial weights, which do
-    not depend on the mesh. Without another rank and with float32 the model stays plain.
+    Tensor and sequence parallelism, then context parallel attention in every block, then compile per block, then FSDP2,
+    then the initial weights, which do not depend on the mesh. Without another rank and with float32 the model stays
+    plain.
 
     Args:
         model: On the meta device.
@@ -23,8 +25,10 @@ def parallelize_for_training(model: GPT | Llama, dims: ParallelDims, config: Job
         device: Where the parameters are going to live.
 
     Raises:
-        ValueError: If a name in the attention section is unknown, also when cp is 1 and it is not used.
+        ValueError: If a name in the attention section is unknown, also when cp is 1 and it is not used; if tp ranks
+            cannot share the heads or features.
     """
+    apply_tensor_parallel(model, dims, sequence_parallel=config.tensor_parallel.sequence_parallel)
     _cut_attention(model, dims, config.attention)
     if config.training.compile:
         for block in model.layers.values():

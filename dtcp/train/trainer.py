@@ -54,7 +54,7 @@ class Trainer:
 
         Raises:
             ValueError: If values do not fit each other or the world; names a cure.
-            NotImplementedError: For what does not exist yet: tp > 1, pp > 1, dropout on several ranks.
+            NotImplementedError: For what does not exist yet: pp > 1, dropout on several ranks.
             JobError: Instead of these when there are several ranks, equal on all of them.
         """
         self.config = config
@@ -66,7 +66,11 @@ class Trainer:
             num_readers = self.dims.dp_replicate * self.dims.dp_shard
             self.model_config.check_seq_len(config.training.seq_len)
             deal_microbatches(config.training.global_batch_size, config.training.local_batch_size, 0, num_readers)
-            self.layout = make_layout(config.attention.layout, seq_len=config.training.seq_len, cp=self.dims.cp)
+            # Sequence parallelism cuts a rank's positions once more, evenly.
+            multiple_of = self.dims.tp if config.tensor_parallel.sequence_parallel else 1
+            self.layout = make_layout(
+                config.attention.layout, seq_len=config.training.seq_len, cp=self.dims.cp, multiple_of=multiple_of
+            )
             self.dataset = make_dataset(
                 to_data_config(config.data), seq_len=config.training.seq_len, seed=config.debug.seed
             )
@@ -106,12 +110,13 @@ class Trainer:
         for row_indices in self.rows:
             tokens, labels = (x.to(self.device) for x in self.read_rows(self.step, row_indices))
             if check_every and self.step % check_every == 0:
-                check_same_batch(torch.stack([tokens, labels]), self.dims.view("cp"))
+                for axis in ("tp", "cp"):
+                    check_same_batch(torch.stack([tokens, labels]), self.dims.view(axis))
             microbatches.append(cut(tokens, labels, row_indices, mesh=self.dims.view("cp"), layout=self.layout))
         return microbatches
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """Return this rank's logits, (B, S_local, V)."""
+        """Return this rank's logits, (B, S_local, V); with tp > 1 a DTensor, ``Shard(-1)`` over tp."""
         return self.model(microbatch.tokens, microbatch.positions)
 
     def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
@@ -143,7 +148,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: On every rank, before the optimizer step, if the loss or the gradient norm is not finite.
-            ValueError: If cp ranks hold different rows.
+            ValueError: If cp or tp ranks hold different rows.
         """
         start = time.perf_counter()
         microbatches = self.read_microbatches()
@@ -199,7 +204,8 @@ class Trainer:
         return (
             f"dtcp {dtcp.__version__}  {self.config.model.name}: {self.model_config.num_parameters:,} parameters, "
             f"{precision}, on {dims.mesh.size()} {self.device.type} rank(s)\n"
-            f"dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp}  "
+            f"dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}"
+            f"{' with sequence parallelism' if dims.tp > 1 and self.config.tensor_parallel.sequence_parallel else ''}  "
             f"attention: {self.config.attention.strategy}, {self.layout.name}  "
             f"a step: {training.global_batch_size} rows of {training.seq_len} tokens, {len(self.rows)} microbatch(es)"
         )
@@ -215,6 +221,8 @@ class Trainer:
         loss_mesh = self.dims.view("loss")
         if loss_mesh.size() > 1:
             dist.all_reduce(sums, group=loss_mesh.get_group())
+        if self.dims.tp > 1:  # tp ranks have the same loss, but not the same signals
+            dist.all_reduce(sums[1], group=self.dims.view("tp").get_group())
         loss, num_stops = sums.tolist()
         return loss, num_stops
 
@@ -242,10 +250,10 @@ class Trainer:
 
 def check_supported(config: JobConfig, dims: ParallelDims) -> None:
     """Refuse what the job cannot do exactly yet, and numbers that make no sense."""
-    if dims.tp > 1 or dims.pp > 1:
+    if dims.pp > 1:
         raise NotImplementedError(
-            f"tensor and pipeline parallel training do not exist yet, got mesh.tp={dims.tp} mesh.pp={dims.pp}; "
-            "use mesh.tp=1 mesh.pp=1 and more of mesh.cp or mesh.dp_shard"
+            f"pipeline parallel training does not exist yet, got mesh.pp={dims.pp}; use mesh.pp=1 and more of mesh.tp, "
+            "mesh.cp or mesh.dp_shard"
         )
     dropout = getattr(config.model, "dropout", 0.0)
     num_ranks = math.prod(dims.degrees.values())

@@ -1,0 +1,215 @@
+"""Tensor parallelism, and with it sequence parallelism, of the models here: a plan as data, and a verb that applies it.
+
+Heads, features and the vocabulary are cut over the ``tp`` axis. Between them, in the residual stream, sequence
+parallelism cuts the positions over the same ranks: norms work on a share of them, and an all-gather and a
+reduce-scatter take the place of each all-reduce. Korthikanti et al. 2022, arXiv:2205.05198.
+
+Shapes: B batch, S positions of a cp rank, S/T of them on each of T tp ranks, D width of the residual stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from dtcp.mesh import ParallelDims
+from dtcp.models import GPT, Llama
+from dtcp.models.head import TiedHead
+from dtcp.parallelize.styles import ReplicatedParameters, VocabularyParallelEmbedding
+from dtcp.parallelize.unmatched import refuse_unmatched_keys
+
+Plan = dict[str, ParallelStyle]
+
+
+def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, loss_parallel: bool = True) -> Plan:
+    """Return what ``parallelize_module(model, dims.view("tp"), plan)`` makes tensor parallel, to print and to change.
+
+    Attention and feed-forward are column parallel, then row parallel, and their modules in between see plain tensors of
+    a share of the heads or features. The residual stream is plain too: (B, S/T, D) of each rank's own positions, or
+    (B, S, D) without sequence parallelism. Embeddings and head are cut by vocabulary, which need not divide by T.
+
+    Args:
+        model: A ``GPT`` or ``Llama``, on any device. For another model write the plan in the same way.
+        sequence_parallel: Cut the residual stream over positions. S has to be a multiple of T:
+            ``make_layout(..., multiple_of=T)``.
+        loss_parallel: Leave the logits a DTensor, ``Shard(-1)``, as ``token_loss`` takes them. False gathers them:
+            plain (B, S, V) on each rank.
+
+    Raises:
+        ValueError: If there is no plan for this kind of model.
+    """
+    if not isinstance(model, GPT | Llama):
+        raise ValueError(
+            f"there is a tensor parallel plan for GPT and Llama, got {type(model).__name__}; write one for its modules "
+            "in the same way and give it to apply_tensor_parallel(model, dims, plan=...)"
+        )
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    plan: Plan = {"token_embedding": VocabularyParallelEmbedding(output_layout=stream)}
+    if isinstance(model, GPT):
+        # Positions are (B, S) or (S,): the last dim is what is cut.
+        cut = Shard(-1) if sequence_parallel else Replicate()
+        plan["position_embedding"] = ReplicatedParameters(input_layout=Replicate(), desired_input_layout=cut)
+    norm = ReplicatedParameters(input_layout=stream)
+    # A Llama's attention is also given the positions, of which every rank needs all.
+    more = () if isinstance(model, GPT) else (None,)
+    plan |= {
+        "layers.*.attention_norm": norm,
+        # One all-gather for all that the input goes to, and so one reduction of the gradient.
+        "layers.*.attention": _enter(stream, *more),
+        "layers.*.attention.query": ColwiseParallel(),
+        "layers.*.attention.key": ColwiseParallel(),
+        "layers.*.attention.value": ColwiseParallel(),
+        "layers.*.attention.output": RowwiseParallel(output_layouts=stream),
+        "layers.*.feed_forward_norm": norm,
+        "layers.*.feed_forward": _enter(stream),
+        "layers.*.feed_forward.up": ColwiseParallel(),
+        "layers.*.feed_forward.down": RowwiseParallel(output_layouts=stream),
+        "final_norm": norm,
+        "head": _head(model, stream, loss_parallel),
+    }
+    if isinstance(model, Llama):
+        plan["layers.*.feed_forward.gate"] = ColwiseParallel()
+    return plan
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    dims: ParallelDims,
+    *,
+    sequence_parallel: bool = True,
+    plan: Mapping[str, ParallelStyle] | None = None,
+) -> None:
+    """Make ``model`` tensor parallel over ``dims.view("tp")``, in place; nothing at tp=1.
+
+    Comes before context parallelism, ``torch.compile`` and FSDP2. Gradients of parameters that every rank holds whole
+    are added over the tp ranks in the backward; nothing is left to call.
+
+    Args:
+        model: On any device; parameters that are not on "meta" have to be equal on all tp ranks.
+        dims: Built mesh.
+        sequence_parallel: As in ``tensor_parallel_plan``; without it every rank computes all norms.
+        plan: Instead of ``tensor_parallel_plan(model, ...)``: that plan changed, or one for a model of your own.
+
+    Raises:
+        ValueError: If heads or features do not divide by tp, a key of the plan matches no module, or ``model`` is
+            parallel already.
+        NotImplementedError: If ``model`` drops out elements: each rank would draw a mask of its own.
+    """
+    if dims.tp == 1:
+        return
+    if plan is None:
+        plan = tensor_parallel_plan(model, sequence_parallel=sequence_parallel)
+    _check_model(model, dims.tp)
+    refuse_unmatched_keys(model, plan)
+    parallelize_module(model, dims.view("tp"), dict(plan))
+    _complete_gradients(model)
+
+
+def _enter(stream: Placement, *more: None) -> PrepareModuleInput:
+    """Make the first input whole on every rank, as a DTensor; the rest, if any, stays as it is."""
+    return PrepareModuleInput(input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more))
+
+
+def _head(model: GPT | Llama, stream: Placement, loss_parallel: bool) -> ParallelStyle:
+    output = Shard(-1) if loss_parallel else Replicate()
+    if not isinstance(model.head, TiedHead):
+        return ColwiseParallel(input_layouts=stream, output_layouts=output, use_local_output=not loss_parallel)
+    # The weight comes with the call: the embedding's own, cut by vocabulary already. Its gradients of both uses meet.
+    return PrepareModuleInputOutput(
+        input_layouts=(stream, None),
+        desired_input_layouts=(Replicate(), None),
+        output_layouts=Shard(-1),
+        desired_output_layouts=output,
+        use_local_output=not loss_parallel,
+    )
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_tensor_parallel(model: nn.Module, tp: int) -> None:
+    """Raise ``ValueError`` naming the first size of a GPT or Llama that ``tp`` ranks cannot share."""
+    config: Any = model.config
+    is_llama = isinstance(model, Llama)
+    sizes = {"num_heads": config.num_heads}
+    if is_llama:
+        sizes["num_kv_heads"] = config.num_kv_heads
+    sizes["ffn_dim"] = config.ffn_dim if is_llama else config.hidden_dim
+    common = math.gcd(*sizes.values())
+    allowed = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(
+                f"tensor parallelism needs {name} divisible by tp, got {name}={size} and tp={tp}; use tp="
+                f"{' or '.join(allowed)}, and cp or dp_shard for the other ranks"
+            )
+    if config.vocab_size < tp:
+        raise ValueError(f"tensor parallelism needs vocab_size >= tp, got {config.vocab_size} and tp={tp}")
+
+
+def _check_model(model: nn.Module, tp: int) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"apply_tensor_parallel needs plain parameters, got {name} as a DTensor over "
+                f"{parameter.device_mesh.mesh_dim_names}; call it once, and before apply_fsdp"
+            )
+    if isinstance(model, GPT | Llama):
+        check_tensor_parallel(model, tp)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise NotImplementedError(
+                f"tensor parallelism does not know dropout yet, got p={module.p} in {name}, of which each rank would "
+                "draw a mask of its own; use dropout=0"
+            )
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+_HAS_HOOK = "_dtcp_gradient_takes_placements"
+
+
+def _complete_gradients(model: nn.Module) -> None:
+    """Have gradients arrive with the placements of their parameters.
+
+    # Note [Hooks that follow the parameters]
+    Where ranks see different positions, the gradient of a whole parameter is Partial: right as a value, wrong as
+    ``to_local()``; that of an embedding comes whole where the parameter is cut. FSDP2 mends both itself, on parameters
+    that it puts in place of these. Without it a hook of each parameter does. ``to_empty`` and ``to`` put another tensor
+    into a parameter, without its hooks: so the model looks before each forward. In a graph it does not, but hooks that
+    are there run.
+    """
+    model.register_forward_pre_hook(_before_forward)
+
+
+def _before_forward(module: nn.Module, inputs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) or not parameter.requires_grad:
+            continue
+        # A copy has the mark without the hooks, a parameter with another tensor in it the hooks without the mark.
+        if not (hasattr(parameter, _HAS_HOOK) and parameter._backward_hooks):
+            # The list of hooks has stayed when another tensor came: set again, it holds for that tensor.
+            parameter._backward_hooks = parameter._backward_hooks
+            parameter.register_hook(functools.partial(_take_placements, parameter.placements))
+            setattr(parameter, _HAS_HOOK, True)
+
+
+def _take_placements(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor:
+    assert isinstance(gradient, DTensor)
+    return gradient.redistribute(placements=placements)
