@@ -35,7 +35,7 @@ def resolve_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
 
     Args:
         positions: (B, S), or (S,) when all rows agree, or None for ``arange(S)``: the whole sequence, in order.
-        tokens: (B, S), or the residual stream (B, S, dim).
+        tokens: (B, S); or the residual stream, which may be a share of the positions: its shape is not compared.
 
     Raises:
         ValueError: If ``positions`` has another shape, dtype or device than the tokens ask for.
@@ -44,11 +44,10 @@ def resolve_positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
         return torch.arange(tokens.size(1), device=tokens.device)
     if positions.dtype != torch.int64:
         raise ValueError(f"positions must be int64, got {positions.dtype}; use positions.long()")
-    if positions.shape != tokens.shape[:2] and positions.shape != tokens.shape[1:2]:
+    if not is_residual_stream(tokens) and positions.shape != tokens.shape and positions.shape != tokens.shape[1:]:
         raise ValueError(
-            f"positions must be (B, S) = {tuple(tokens.shape[:2])} or (S,) = {tuple(tokens.shape[1:2])} like the "
-            f"tokens, got {tuple(positions.shape)}; pass the global position of each local token, e.g. "
-            "layout.positions(rank)"
+            f"positions must be (B, S) = {tuple(tokens.shape)} or (S,) = {tuple(tokens.shape[1:])} like the tokens, "
+            f"got {tuple(positions.shape)}; pass the global position of each local token, e.g. layout.positions(rank)"
         )
     if positions.device != tokens.device:
         raise ValueError(f"positions must be on the tokens' device {tokens.device}, got {positions.device}")

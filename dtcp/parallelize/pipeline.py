@@ -45,6 +45,7 @@ class Pipeline(nn.Module):
         *,
         num_stages: int,
         width: int,
+        seq_len_divisor: int = 1,
         schedule: str = "1F1B",
         dtype: torch.dtype = torch.float32,
         loss: Loss = token_loss,
@@ -56,7 +57,8 @@ class Pipeline(nn.Module):
             stages: By index; `split_into_stages` makes them.
             dims: Built mesh.
             num_stages: Of the whole pipeline.
-            width: Of the residual stream, that stages hand on as (B, S_local, width).
+            width: Of the residual stream, that stages hand on as (B, S_local / seq_len_divisor, width).
+            seq_len_divisor: tp, where sequence parallelism cuts the residual stream.
             schedule: A name in ``SCHEDULES``.
             dtype: Of the residual stream.
             loss: ``loss(output of the last stage, labels, num_valid_tokens=…)``, a microbatch's share of the sum.
@@ -70,7 +72,8 @@ class Pipeline(nn.Module):
         super().__init__()
         self._kind = find_schedule(schedule)
         self._group = dims.view("pp").get_group()
-        self._width, self._dtype, self._loss, self._tied = width, dtype, loss, tuple(tied)
+        self._width, self._seq_len_divisor, self._dtype = width, seq_len_divisor, dtype
+        self._loss, self._tied = loss, tuple(tied)
         self.num_stages = num_stages
         self.stage_indices = sorted(stages)
         # Parameters keep the names of the whole model: `dtcp.models.init.plain_name` takes this one away.
@@ -158,7 +161,7 @@ class Pipeline(nn.Module):
             for values in zip(*(x.chunk(num_microbatches) for x in inputs.values()), strict=True)
         ] or [{} for _ in range(num_microbatches)]
         hidden, sends = list(tokens.chunk(num_microbatches)), []
-        shape = (tokens.size(0) // num_microbatches, tokens.size(1), self._width)
+        shape = (tokens.size(0) // num_microbatches, tokens.size(1) // self._seq_len_divisor, self._width)
         for index, stage in zip(self.stage_indices, self.stages, strict=True):
             # All microbatches through a stage, then the next of this rank: so a rank is never waited for twice.
             for number, given in enumerate(microbatches):
@@ -195,6 +198,11 @@ class Pipeline(nn.Module):
                 f"a pipeline splits the rows into equal microbatches, got {tokens.size(0)} rows and "
                 f"num_microbatches={num_microbatches}; use one of {_divisors(tokens.size(0))}"
             )
+        if tokens.size(1) % self._seq_len_divisor:
+            error = ValueError(
+                f"sequence parallelism needs a local length divisible by tp={self._seq_len_divisor}, got "
+                f"{tokens.size(1)}; use make_layout(..., multiple_of={self._seq_len_divisor})"
+            )
         for name, x in {"labels": labels, **inputs}.items():
             if x.size(0) != tokens.size(0):
                 error = ValueError(
@@ -222,7 +230,8 @@ class Pipeline(nn.Module):
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         stages = []
-        hidden = torch.empty(rows, seq_len, self._width, dtype=self._dtype, device="meta", requires_grad=True)
+        shape = (rows, seq_len // self._seq_len_divisor, self._width)
+        hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         for index, stage in zip(self.stage_indices, self.stages, strict=True):
             given = torch.empty(rows, seq_len, dtype=torch.int64, device="meta") if index == 0 else hidden
             # All shapes are given: torch would find them out by a real forward and backward.

@@ -1,0 +1,182 @@
+"""A whole model made parallel in one call: every step of this library in the order in which they compose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:  # what a step needs is loaded when the step is taken: `import dtcp` stays light
+    from torch.distributed.fsdp import OffloadPolicy
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from dtcp.mesh import ParallelDims
+    from dtcp.parallelize.pipeline import Loss, Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """How ``parallelize`` cuts a model into pipeline stages.
+
+    Attributes:
+        schedule: ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``InterleavedZeroBubble`` or ``ZBVZeroBubble``.
+        stages_per_rank: None for what the schedule needs at least: 1, or 2 of the last three.
+        width: Of the residual stream; None reads ``model.config.dim``.
+        tied: Modules of the first stage whose weights the last stage needs too; None: the token embedding, where
+            ``model.config.tie_weights``.
+        loss: ``loss(output, labels, num_valid_tokens=…)`` of a microbatch; None is ``token_loss``.
+    """
+
+    schedule: str = "1F1B"
+    stages_per_rank: int | None = None
+    width: int | None = None
+    tied: Sequence[str] | None = None
+    loss: Loss | None = None
+
+
+def parallelize(
+    model: nn.Module,
+    dims: ParallelDims,
+    *,
+    sequence_parallel: bool = True,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    attention: str = "attention.sdpa",
+    strategy: str = "ring",
+    kernel: str = "auto",
+    activation_checkpointing: str = "none",
+    checkpoint_every: int = 1,
+    offload_activations: bool = False,
+    compile: bool | Mapping[str, Any] = False,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    offload_policy: OffloadPolicy | None = None,
+    pipeline: PipelineOptions | None = None,
+) -> nn.Module | Pipeline:
+    """Make ``model`` parallel over all axes of the mesh, in place.
+
+    In this order, each step being a function of its own for those who want only some of them:
+
+    1. tensor and sequence parallelism (``apply_tensor_parallel``), at tp > 1;
+    2. context parallel attention in every block (a plan with ``ContextParallel``), at cp > 1;
+    3. activation checkpointing and offload (``apply_activation_checkpointing``);
+    4. ``torch.compile`` of every block, fullgraph;
+    5. stages of a pipeline, at pp > 1;
+    6. FSDP2 over dp_shard × cp, and HSDP with dp_replicate (``apply_fsdp``), with more than one such rank or a
+       ``param_dtype``.
+
+    With cp > 1 call ``set_sequence(model, layout)`` before each step, as for any plan; with sequence parallelism the
+    layout needs ``multiple_of=tp``.
+
+    Args:
+        model: Has ``layers``, an ``nn.ModuleDict`` or ``nn.ModuleList`` (a dict at pp > 1) of blocks. Best on the meta
+            device: ``model.to_empty(device=…)`` and ``model.init_weights(seed)`` come after.
+        dims: Built mesh.
+        sequence_parallel, tensor_plan: See ``apply_tensor_parallel``; a plan for models other than GPT and Llama.
+        attention: Where in a block the module ``forward(query, key, value)`` is.
+        strategy, kernel: Of ``ContextParallel``.
+        activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
+        offload_activations: Keep what the treated blocks keep on the host.
+        compile: True, or options of ``torch.compile`` beside ``fullgraph``.
+        param_dtype, reduce_dtype, offload_policy: Of ``apply_fsdp``.
+        pipeline: At pp > 1; None for 1F1B.
+
+    Returns:
+        ``model`` itself, or at pp > 1 this rank's `Pipeline`: a module that holds the parameters of its stages, and
+        that ``forward_backward(tokens, labels, …)`` and ``evaluate(…)`` run.
+
+    Raises:
+        ValueError, NotImplementedError: Of the steps, before anything is sent.
+    """
+    from dtcp.parallelize.checkpointing import apply_activation_checkpointing
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from dtcp.parallelize.context import ContextParallel
+
+    _check(model, dims, compile, pipeline)
+    if dims.tp > 1:
+        from dtcp.parallelize.tensor import apply_tensor_parallel
+
+        apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
+    style = ContextParallel(strategy=strategy, kernel=kernel)  # checks the names also where cp is 1
+    if dims.cp > 1:
+        for block in _blocks(model):
+            parallelize_module(block, dims.view("cp"), {attention: style})
+    apply_activation_checkpointing(
+        model, activation_checkpointing, every=checkpoint_every, offload=offload_activations
+    )
+    if compile:
+        for block in _blocks(model):
+            # Per block: the hooks of FSDP2 around it break no graph, and equal blocks share their compiled code.
+            block.compile(fullgraph=True, **(compile if isinstance(compile, Mapping) else {}))
+    sharding = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "offload_policy": offload_policy}
+    if dims.pp > 1:
+        divisor = dims.tp if sequence_parallel else 1
+        return _make_pipeline(model, dims, pipeline or PipelineOptions(), divisor, sharding)
+    _shard(model, dims, sharding)
+    return model
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    layers: Any = model.layers
+    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
+
+
+def _shard(model: nn.Module, dims: ParallelDims, options: dict[str, Any], **more: Any) -> None:
+    from dtcp.parallelize.fsdp import apply_fsdp
+
+    if dims.dp_replicate * dims.dp_shard * dims.cp > 1 or options["param_dtype"] is not None:
+        apply_fsdp(model, dims, **options, **more)
+
+
+def _make_pipeline(
+    model: nn.Module, dims: ParallelDims, options: PipelineOptions, seq_len_divisor: int, sharding: dict[str, Any]
+) -> Pipeline:
+    from dtcp.loss import token_loss
+    from dtcp.parallelize.pipeline import Pipeline
+    from dtcp.parallelize.stages import split_into_stages
+
+    config: Any = getattr(model, "config", None)
+    tied = options.tied
+    if tied is None:
+        tied = ("token_embedding",) if getattr(config, "tie_weights", False) else ()
+    stages, num_stages = split_into_stages(
+        model, dims, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
+    )
+    for stage in stages.values():
+        # Gathered once for all microbatches of a step, not for each.
+        _shard(stage, dims, sharding, reshard_after_forward=False)
+    return Pipeline(
+        stages,
+        dims,
+        num_stages=num_stages,
+        width=config.dim if options.width is None else options.width,
+        seq_len_divisor=seq_len_divisor,
+        schedule=options.schedule,
+        dtype=sharding["param_dtype"] or next(model.parameters()).dtype,
+        loss=options.loss or token_loss,
+        tied=[f"{name}.weight" for name in tied],
+    )
+
+
+def _check(
+    model: nn.Module, dims: ParallelDims, compile: bool | Mapping[str, Any], pipeline: PipelineOptions | None
+) -> None:
+    if not isinstance(getattr(model, "layers", None), nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"parallelize wants the blocks of {type(model).__name__} in model.layers, an nn.ModuleList or ModuleDict, "
+            f"got {type(getattr(model, 'layers', None)).__name__}; rename it, or take the steps one by one"
+        )
+    if isinstance(compile, Mapping) and "fullgraph" in compile:
+        raise ValueError("parallelize compiles every block with fullgraph=True; leave fullgraph out of compile=")
+    if dims.pp == 1 and pipeline is not None:
+        raise ValueError("pipeline= is for pp > 1, got pp=1; leave it out, or make the mesh with pp=2 or more")
+    if dims.pp > 1 and (pipeline is None or pipeline.width is None) and not hasattr(
+        getattr(model, "config", None), "dim"
+    ):
+        raise ValueError(
+            f"a pipeline needs the width of the residual stream of {type(model).__name__}, which has no config.dim; "
+            "use pipeline=PipelineOptions(width=…)"
+        )
