@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dtcp.dispatch.tagged import as_dtensor
     from dtcp.dispatch.unshard import context_parallel_unshard
     from dtcp.layout import SequenceLayout, Tile, make_layout
+    from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
     from dtcp.parallelize.context import ContextParallel, set_sequence
@@ -41,6 +42,7 @@ _HOME = {
     "context_parallel_attention": "dtcp.attention.api",
     "context_parallel_unshard": "dtcp.dispatch.unshard",
     "count_valid_tokens": "dtcp.loss",
+    "linear_token_loss": "dtcp.linear_loss",
     "make_layout": "dtcp.layout",
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
@@ -62,6 +64,7 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_unshard",
     "count_valid_tokens",
+    "linear_token_loss",
     "make_layout",
     "reduce_gradients",
     "reference_attention",

@@ -31,6 +31,8 @@ LAYERS = [
     ["layout"],
     ["shard_ops"],
     ["shard", "mesh", "loss"],
+    ["linear_loss_op"],
+    ["linear_loss"],
     ["attention.kernels", "attention.merge", "attention.comm", "attention.schedule", "attention.calls"],
     ["attention.strategies"],
     ["attention.arguments"],
