@@ -59,6 +59,7 @@ def forward_op(
     if is_padded:  # more ranks than rows: one row that no softmax sees, so that all that follows has something to do
         weight = weight.new_zeros(1, weight.size(1))
         bias = weight.new_full((1,), -torch.inf)
+        flat_labels.fill_(-1)
     chunks = _Chunks(hidden.reshape(-1, hidden.size(-1)), weight, bias, group, needs)
     tokens = (labels.reshape(-1) != ignore_index).nonzero().squeeze(-1)  # those without a label cost nothing
     with torch.autocast(hidden.device.type, enabled=False):
