@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
+    from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel, set_sequence
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
@@ -35,6 +36,7 @@ _HOME = {
     "ParallelDims": "dtcp.mesh",
     "SequenceLayout": "dtcp.layout",
     "Tile": "dtcp.layout",
+    "apply_activation_checkpointing": "dtcp.parallelize.checkpointing",
     "apply_fsdp": "dtcp.parallelize.fsdp",
     "as_dtensor": "dtcp.dispatch.tagged",
     "clip_grad_norm_": "dtcp.parallelize.gradients",
@@ -56,6 +58,7 @@ __all__ = [
     "SequenceLayout",
     "Tile",
     "__version__",
+    "apply_activation_checkpointing",
     "apply_fsdp",
     "as_dtensor",
     "check_same_batch",

@@ -188,7 +188,7 @@ class Llama(nn.Module):
             x = block(x, positions)
         x = self.final_norm(x)
         if head_fn is not None:
-            return head_fn(x, self.token_embedding.weight if self.config.tie_weights else self.head.weight)
+            return head_fn(x, self.token_embedding.weight if isinstance(self.head, TiedHead) else self.head.weight)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
 
     def init_weights(self, seed: int) -> None:

@@ -41,6 +41,12 @@ class Decay(Enum):
     constant = "constant"
 
 
+class CheckpointingMode(Enum):
+    none = "none"
+    full = "full"
+    selective = "selective"
+
+
 @dataclass(slots=True)
 class MeshConfig:
     """Degrees; their product is the world size, -1 takes what is left."""
@@ -59,6 +65,15 @@ class AttentionConfig:
     strategy: str = MISSING
     layout: str = MISSING
     kernel: str = MISSING
+
+
+@dataclass(slots=True)
+class CheckpointingConfig:
+    """What blocks keep for their backward, as in ``apply_activation_checkpointing``."""
+
+    mode: CheckpointingMode = MISSING
+    every: int = MISSING  # only blocks 0, every, 2 * every, ...
+    offload: bool = MISSING  # to the host
 
 
 @dataclass(slots=True)
@@ -87,6 +102,7 @@ class TrainingConfig:
     param_dtype: DType = MISSING  # of forward and backward; master weights stay float32
     reduce_dtype: DType = MISSING  # gradients are summed over ranks in it
     compile: bool = MISSING  # every block, fullgraph
+    loss_chunk_tokens: int | None = MISSING  # tokens whose logits exist at a time; null: all
 
 
 @dataclass(slots=True)
@@ -109,6 +125,7 @@ class JobConfig:
     data: Any = field(default_factory=lambda: _open_twin(DataConfig)())  # fields of dtcp.train.data.DataConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    activation_checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -6,6 +6,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
+from dtcp.parallelize.checkpointing import apply_activation_checkpointing
 from dtcp.parallelize.context import ContextParallel
 from dtcp.parallelize.fsdp import apply_fsdp
 from dtcp.train.config import AttentionConfig, DType, JobConfig
@@ -14,8 +15,8 @@ from dtcp.train.config import AttentionConfig, DType, JobConfig
 def parallelize_for_training(model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device) -> None:
     """Make ``model`` ready for its first step, in place.
 
-    Context parallel attention in every block, then compile per block, then FSDP2, then the initial weights, which do
-    not depend on the mesh. Without another rank and with float32 the model stays plain.
+    Context parallel attention in every block, then activation checkpointing, compile per block, FSDP2, and the initial
+    weights, which do not depend on the mesh. Without another rank and with float32 the model stays plain.
 
     Args:
         model: On the meta device.
@@ -26,6 +27,10 @@ def parallelize_for_training(model: GPT | Llama, dims: ParallelDims, config: Job
         ValueError: If a name in the attention section is unknown, also when cp is 1 and it is not used.
     """
     _cut_attention(model, dims, config.attention)
+    checkpointing = config.activation_checkpointing
+    apply_activation_checkpointing(
+        model, checkpointing.mode.value, every=checkpointing.every, offload=checkpointing.offload
+    )
     if config.training.compile:
         for block in model.layers.values():
             # Per block: the hooks of FSDP2 around it break no graph, and equal blocks share their compiled code.
