@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from dtcp.dispatch.tagged import as_dtensor
     from dtcp.dispatch.unshard import context_parallel_unshard
     from dtcp.layout import SequenceLayout, Tile, make_layout
+    from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
+    from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel, set_sequence
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
@@ -38,6 +40,7 @@ _HOME = {
     "SequenceLayout": "dtcp.layout",
     "Tile": "dtcp.layout",
     "VocabularyParallelEmbedding": "dtcp.parallelize.styles",
+    "apply_activation_checkpointing": "dtcp.parallelize.checkpointing",
     "apply_fsdp": "dtcp.parallelize.fsdp",
     "apply_tensor_parallel": "dtcp.parallelize.tensor",
     "as_dtensor": "dtcp.dispatch.tagged",
@@ -46,6 +49,7 @@ _HOME = {
     "context_parallel_attention": "dtcp.attention.api",
     "context_parallel_unshard": "dtcp.dispatch.unshard",
     "count_valid_tokens": "dtcp.loss",
+    "linear_token_loss": "dtcp.linear_loss",
     "make_layout": "dtcp.layout",
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
@@ -62,6 +66,7 @@ __all__ = [
     "Tile",
     "VocabularyParallelEmbedding",
     "__version__",
+    "apply_activation_checkpointing",
     "apply_fsdp",
     "apply_tensor_parallel",
     "as_dtensor",
@@ -71,6 +76,7 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_unshard",
     "count_valid_tokens",
+    "linear_token_loss",
     "make_layout",
     "reduce_gradients",
     "reference_attention",

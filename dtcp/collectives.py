@@ -36,7 +36,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _RECORD_SIZE = 24
 _OPERATIONS = (
     "context_parallel_attention", "unshard", "check_same_batch", "backward of context_parallel_attention",
-    "backward of unshard", "pipeline step",
+    "backward of unshard", "pipeline step", "linear_token_loss",
 )  # fmt: skip
 _CURE = (
     "every rank must make the same calls and run the same backwards in the same order, with requires_grad alike"

@@ -61,27 +61,15 @@ def token_loss(
         ValueError: If shapes or dtypes do not fit, ``num_valid_tokens`` is not one number of at least 0, a label is
             outside the vocabulary (seen in eager mode on CPU), or logits are a DTensor that is spread in another way.
     """
-    if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"token_loss needs logits (…, V) and labels (…), got {tuple(logits.shape)} and {tuple(labels.shape)}; "
-            "cut both alike"
-        )
-    if not logits.dtype.is_floating_point or not _is_integer(labels.dtype):
-        raise ValueError(
-            f"token_loss needs logits of a float dtype and labels of an integer one, got {logits.dtype} and "
-            f"{labels.dtype}; swap them, or use labels.to(torch.int64)"
-        )
-    if num_valid_tokens is None:
-        num_valid_tokens = count_valid_tokens(labels, mesh=mesh, ignore_index=ignore_index)
-    _check_count(num_valid_tokens)
-    total = _summed_cross_entropy(logits, labels, ignore_index)
-    return total / torch.as_tensor(num_valid_tokens, device=total.device).clamp(min=1)
+    check_labels("token_loss", "logits (…, V)", logits, labels)
+    num_valid_tokens = resolve_count(num_valid_tokens, labels, mesh=mesh, ignore_index=ignore_index)
+    return divide_by_count(_summed_cross_entropy(logits, labels, ignore_index), num_valid_tokens)
 
 
 def _summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     if hasattr(logits, "placements"):  # a DTensor, told without loading its module
         if type(labels) is Tensor and labels.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_labels(labels, logits.size(-1), ignore_index)
+            _check_ids(labels, logits.size(-1), ignore_index)
         return vocabulary_parallel_cross_entropy(logits, labels, ignore_index=ignore_index)  # type: ignore[arg-type]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     flat = labels.reshape(-1).to(torch.int64)
@@ -90,20 +78,51 @@ def _summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> 
             logits.reshape(-1, logits.size(-1)).to(dtype), flat, ignore_index=ignore_index, reduction="sum"
         )
     except IndexError as error:  # torch names the label only; on an accelerator it asserts on the device
-        raise _outside_vocabulary(labels, logits.size(-1), ignore_index) from error
+        raise outside_vocabulary("token_loss", labels, logits.size(-1), "last dim of logits", ignore_index) from error
 
 
-def _check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+def _check_ids(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
     if bool(((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).any()):
-        raise _outside_vocabulary(labels, vocab_size, ignore_index)
+        raise outside_vocabulary("token_loss", labels, vocab_size, "last dim of logits", ignore_index)
 
 
-def _outside_vocabulary(labels: Tensor, vocab_size: int, ignore_index: int) -> ValueError:
+def check_labels(caller: str, scored_name: str, scored: Tensor, labels: Tensor) -> None:
+    """Raise ``ValueError`` unless labels (…) belong to ``scored`` (…, K), called ``scored_name`` in the message."""
+    if scored.ndim == 0 or scored.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"{caller} needs {scored_name} and labels (…), got {tuple(scored.shape)} and {tuple(labels.shape)}; "
+            "cut both alike"
+        )
+    if not scored.dtype.is_floating_point or not _is_integer(labels.dtype):
+        name = scored_name.split()[0]
+        raise ValueError(
+            f"{caller} needs {name} of a float dtype and labels of an integer one, got {scored.dtype} and "
+            f"{labels.dtype}; swap them, or use labels.to(torch.int64)"
+        )
+
+
+def resolve_count(
+    count: Tensor | int | None, labels: Tensor, *, mesh: DeviceMesh | None, ignore_index: int
+) -> Tensor | int:
+    """Return the divisor of a loss: ``count`` if it is given, else counted over ``mesh``. Raises if it is none."""
+    if count is None:
+        count = count_valid_tokens(labels, mesh=mesh, ignore_index=ignore_index)
+    _check_count(count)
+    return count
+
+
+def divide_by_count(total: Tensor, count: Tensor | int) -> Tensor:
+    """Return the share of the loss: ``total`` / ``count``, and 0 where no token of any rank is valid."""
+    return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+
+
+def outside_vocabulary(caller: str, labels: Tensor, vocab_size: int, of: str, ignore_index: int) -> ValueError:
+    """The error that names the first label outside the vocabulary; there has to be one."""
     is_outside = (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
     position = tuple(is_outside.nonzero()[0].tolist())
     return ValueError(
-        f"token_loss: label {labels[position].item()} at {position} is outside the vocabulary of {vocab_size}, the "
-        f"last dim of logits; give labels in 0..{vocab_size - 1}, or ignore_index={ignore_index} for no target"
+        f"{caller}: label {labels[position].item()} at {position} is outside the vocabulary of {vocab_size}, the "
+        f"{of}; give labels in 0..{vocab_size - 1}, or ignore_index={ignore_index} for no target"
     )
 
 

@@ -85,7 +85,7 @@ def test_values_live_in_conf_and_nowhere_else():
     """Every scalar of the sections that conf/config.yaml writes out has its value from there."""
     written = yaml.safe_load((conf_dir() / "config.yaml").read_text())
     job = OmegaConf.to_container(OmegaConf.structured(compose_job_config([])), enum_to_str=True)
-    for section in ("mesh", "attention", "training", "run", "debug", "device"):
+    for section in ("mesh", "attention", "activation_checkpointing", "training", "run", "debug", "device"):
         assert job[section] == written[section], section
 
 

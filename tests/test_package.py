@@ -32,6 +32,8 @@ LAYERS = [
     ["shard_ops"],
     ["vocabulary"],
     ["shard", "mesh", "loss"],
+    ["linear_loss_op"],
+    ["linear_loss"],
     ["attention.kernels", "attention.merge", "attention.comm", "attention.schedule", "attention.calls"],
     ["attention.strategies"],
     ["attention.arguments"],

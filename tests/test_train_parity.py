@@ -141,9 +141,9 @@ def mean_of_means() -> Iterator[None]:
 @contextmanager
 def gradients_not_reduced_over_cp() -> Iterator[None]:
     """Parameters stay plain and nobody adds their gradients up."""
-    from dtcp.train import parallel
+    from dtcp.parallelize import fsdp
 
-    with mock.patch.object(parallel, "apply_fsdp", lambda *args, **options: None):
+    with mock.patch.object(fsdp, "apply_fsdp", lambda *args, **options: None):
         yield
 
 

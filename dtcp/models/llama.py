@@ -4,6 +4,7 @@ Shapes: B batch, S positions held here, H query heads, Hkv key/value heads, D he
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -158,15 +159,24 @@ class Llama(nn.Module):
         self.final_norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits of the next token.
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        *,
+        head_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the logits of the next token, or what ``head_fn`` makes instead.
 
         Args:
             tokens: int64 (B, S); or, where other stages of a pipeline hold the layers before, their (B, S, dim).
             positions: Global position of each token, int64 (B, S) or (S,); pad slots take 0. None: ``arange(S)``.
+            head_fn: Called in place of the head with the last hidden states (B, S, dim) and the head's weight
+                (vocab_size, dim), tied or not: a loss that never holds all logits. Here, because only inside this
+                forward a weight that FSDP2 has sharded is whole.
 
         Returns:
-            (B, S, vocab_size) in the parameters' dtype.
+            (B, S, vocab_size) in the parameters' dtype; with ``head_fn``, what that returns.
 
         Raises:
             ValueError: For another shape or dtype; for token ids out of range where `check_tokens` can see them.
@@ -181,6 +191,8 @@ class Llama(nn.Module):
         if self.final_norm is None:  # other stages hold the layers after
             return x
         x = self.final_norm(x)
+        if head_fn is not None:
+            return head_fn(x, self.token_embedding.weight if isinstance(self.head, TiedHead) else self.head.weight)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
 
     def init_weights(self, seed: int) -> None:

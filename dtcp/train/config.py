@@ -41,6 +41,12 @@ class Decay(Enum):
     constant = "constant"
 
 
+class CheckpointingMode(Enum):
+    none = "none"
+    full = "full"
+    selective = "selective"
+
+
 @dataclass(slots=True)
 class MeshConfig:
     """Degrees; their product is the world size, -1 takes what is left."""
@@ -69,6 +75,15 @@ class TensorParallelConfig:
 
 
 @dataclass(slots=True)
+class CheckpointingConfig:
+    """What blocks keep for their backward, as in ``apply_activation_checkpointing``."""
+
+    mode: CheckpointingMode = MISSING
+    every: int = MISSING  # only blocks 0, every, 2 * every, ...
+    offload: bool = MISSING  # to the host
+
+
+@dataclass(slots=True)
 class OptimizerConfig:
     lr: float = MISSING  # peak
     beta1: float = MISSING
@@ -94,6 +109,7 @@ class TrainingConfig:
     param_dtype: DType = MISSING  # of forward and backward; master weights stay float32
     reduce_dtype: DType = MISSING  # gradients are summed over ranks in it
     compile: bool = MISSING  # every block, fullgraph
+    loss_chunk_tokens: int | None = MISSING  # tokens whose logits exist at a time; null: all
 
 
 @dataclass(slots=True)
@@ -117,6 +133,7 @@ class JobConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    activation_checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

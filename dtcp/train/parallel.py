@@ -1,23 +1,21 @@
-"""From a model on the meta device to one that is cut, compiled, sharded and has its weights, in this order."""
+"""From a model on the meta device to one that is cut, compiled, sharded and has its weights."""
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
-from dtcp.parallelize.context import ContextParallel
-from dtcp.parallelize.fsdp import apply_fsdp
-from dtcp.parallelize.tensor import apply_tensor_parallel
-from dtcp.train.config import AttentionConfig, DType, JobConfig
+from dtcp.models.init import initialize
+from dtcp.parallelize.model import parallelize
+from dtcp.train.config import DType, JobConfig
 
 
-def parallelize_for_training(model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device) -> None:
-    """Make ``model`` ready for its first step, in place.
+def parallelize_for_training(
+    model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device
+) -> nn.Module:
+    """Return ``model`` ready for its first step: `parallelize` as the configuration says, and the initial weights.
 
-    Tensor and sequence parallelism, then context parallel attention in every block, then compile per block, then FSDP2,
-    then the initial weights, which do not depend on the mesh. Without another rank and with float32 the model stays
-    plain.
+    Weights do not depend on the mesh. Without another rank and with float32 the model stays plain.
 
     Args:
         model: On the meta device.
@@ -25,30 +23,23 @@ def parallelize_for_training(model: GPT | Llama, dims: ParallelDims, config: Job
         device: Where the parameters are going to live.
 
     Raises:
-        ValueError: If a name in the attention section is unknown, also when cp is 1 and it is not used; if tp ranks
-            cannot share the heads or features.
+        ValueError: If a name in the attention section is unknown, also when cp is 1 and it is not used; if ranks
+            cannot share heads, features or layers.
     """
-    apply_tensor_parallel(model, dims, sequence_parallel=config.tensor_parallel.sequence_parallel)
-    _cut_attention(model, dims, config.attention)
-    if config.training.compile:
-        for block in model.layers.values():
-            # Per block: the hooks of FSDP2 around it break no graph, and equal blocks share their compiled code.
-            block.compile(fullgraph=True)
-    if dims.dp_replicate * dims.dp_shard * dims.cp > 1 or config.training.param_dtype is not DType.float32:
-        apply_fsdp(
-            model,
-            dims,
-            param_dtype=config.training.param_dtype.torch_dtype,
-            reduce_dtype=config.training.reduce_dtype.torch_dtype,
-        )
-    model.to_empty(device=device)
-    model.init_weights(config.debug.seed)
-
-
-def _cut_attention(model: GPT | Llama, dims: ParallelDims, config: AttentionConfig) -> None:
-    style = ContextParallel(strategy=config.strategy, kernel=config.kernel)
-    if dims.cp == 1:
-        return
-    for block in model.layers.values():
-        assert isinstance(block, nn.Module)
-        parallelize_module(block, dims.view("cp"), {"attention.sdpa": style})
+    training, checkpointing = config.training, config.activation_checkpointing
+    parallel = parallelize(
+        model,
+        dims,
+        sequence_parallel=config.tensor_parallel.sequence_parallel,
+        strategy=config.attention.strategy,
+        kernel=config.attention.kernel,
+        activation_checkpointing=checkpointing.mode.value,
+        checkpoint_every=checkpointing.every,
+        offload_activations=checkpointing.offload,
+        compile=training.compile,
+        param_dtype=None if training.param_dtype is DType.float32 else training.param_dtype.torch_dtype,
+        reduce_dtype=training.reduce_dtype.torch_dtype,
+    )
+    parallel.to_empty(device=device)
+    initialize(parallel, config.debug.seed, model.weight_init)
+    return parallel

@@ -4,6 +4,7 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import dtcp
 from dtcp.layout import make_layout
+from dtcp.linear_loss import linear_token_loss
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama, build_model
@@ -119,6 +121,16 @@ class Trainer:
         """Return this rank's logits, (B, S_local, V); with tp > 1 a DTensor, ``Shard(-1)`` over tp."""
         return self.model(microbatch.tokens, microbatch.positions)
 
+    def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor) -> Tensor:
+        """Return this rank's share of the loss, by chunks where the configuration says so; its count is given."""
+        chunk_tokens = self.config.training.loss_chunk_tokens
+        if chunk_tokens is None:
+            return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
+        head_fn = functools.partial(
+            linear_token_loss, labels=microbatch.labels, num_valid_tokens=num_valid_tokens, chunk_tokens=chunk_tokens
+        )
+        return self.model(microbatch.tokens, microbatch.positions, head_fn=head_fn)
+
     def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters.
 
@@ -132,7 +144,7 @@ class Trainer:
         share = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, microbatch in enumerate(microbatches, start=1):
             set_last_microbatch(self.model, number == len(microbatches))
-            loss = token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
+            loss = self.loss(microbatch, num_valid_tokens)
             loss.backward()
             share += loss.detach()
         return share, num_valid_tokens
@@ -271,6 +283,11 @@ def check_supported(config: JobConfig, dims: ParallelDims) -> None:
         raise ValueError(
             f"training.local_batch_size has to be at least 1, got {training.local_batch_size}; null takes "
             "all rows at once"
+        )
+    if training.loss_chunk_tokens is not None and training.loss_chunk_tokens < 1:
+        raise ValueError(
+            f"training.loss_chunk_tokens has to be at least 1, got {training.loss_chunk_tokens}; null takes the logits "
+            "of all tokens at once"
         )
     if not training.max_norm > 0:
         raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; inf only measures")
