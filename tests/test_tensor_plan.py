@@ -326,14 +326,15 @@ def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(ranks, world
 def bias_on_every_rank() -> Iterator[None]:
     """Row-parallel layers add their bias once on each rank of tp."""
     from dtcp.parallelize import tensor
-    from dtcp.train import parallel
+
+    right = tensor.apply_tensor_parallel
 
     def apply(model: Any, dims: Any, **options: Any) -> None:
-        tensor.apply_tensor_parallel(model, dims, **options)
+        right(model, dims, **options)
         for module in itertools.chain(*((b.attention.output, b.feed_forward.down) for b in model.layers.values())):
             module.register_forward_hook(lambda m, _, out: out + (dims.tp - 1) * m.bias.to_local())
 
-    with mock.patch.object(parallel, "apply_tensor_parallel", apply):
+    with mock.patch.object(tensor, "apply_tensor_parallel", apply):
         yield
 
 

@@ -90,9 +90,9 @@ def parallelize(
     Raises:
         ValueError, NotImplementedError: Of the steps, before anything is sent.
     """
-    from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from torch.distributed.tensor.parallel import parallelize_module
 
+    from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel
 
     _check(model, dims, compile, pipeline)

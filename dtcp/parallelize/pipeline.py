@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dtcp.collectives import agree
 from dtcp.loss import token_loss
 from dtcp.mesh import ParallelDims
-from dtcp.parallelize.stages import find_schedule
+from dtcp.parallelize.stages import check_num_microbatches, find_schedule
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -193,22 +193,10 @@ class Pipeline(nn.Module):
     ) -> None:
         """Check this rank's arguments, and that the pp ranks give the same: another shape would abort or hang."""
         error: Exception | None = None
-        if num_microbatches < 1 or tokens.size(0) % num_microbatches:
-            error = ValueError(
-                f"a pipeline splits the rows into equal microbatches, got {tokens.size(0)} rows and "
-                f"num_microbatches={num_microbatches}; use one of {_divisors(tokens.size(0))}"
-            )
-        if tokens.size(1) % self._seq_len_divisor:
-            error = ValueError(
-                f"sequence parallelism needs a local length divisible by tp={self._seq_len_divisor}, got "
-                f"{tokens.size(1)}; use make_layout(..., multiple_of={self._seq_len_divisor})"
-            )
-        for name, x in {"labels": labels, **inputs}.items():
-            if x.size(0) != tokens.size(0):
-                error = ValueError(
-                    f"{name} must have the {tokens.size(0)} rows of the tokens, got {tuple(x.shape)}; expand it: the "
-                    "pipeline cuts every input by rows"
-                )
+        try:
+            self._check(is_training, tokens, num_microbatches, {"labels": labels, **inputs})
+        except ValueError as refused:
+            error = refused
         fields = {
             "is_training": int(is_training),
             "rows": tokens.size(0),
@@ -217,6 +205,26 @@ class Pipeline(nn.Module):
             "num_inputs": len(inputs),
         }
         agree("pipeline step", fields, self._group, tokens.device, error, entry=" ".join(inputs))
+
+    def _check(self, is_training: bool, tokens: Tensor, num_microbatches: int, others: dict[str, Tensor]) -> None:
+        if is_training:
+            check_num_microbatches(self._kind.name, num_microbatches, self._group.size())
+        if num_microbatches < 1 or tokens.size(0) % num_microbatches:
+            raise ValueError(
+                f"a pipeline splits the rows into equal microbatches, got {tokens.size(0)} rows and "
+                f"num_microbatches={num_microbatches}; use one of {_divisors(tokens.size(0))}"
+            )
+        if tokens.size(1) % self._seq_len_divisor:
+            raise ValueError(
+                f"sequence parallelism needs a local length divisible by tp={self._seq_len_divisor}, got "
+                f"{tokens.size(1)}; use make_layout(..., multiple_of={self._seq_len_divisor})"
+            )
+        for name, x in others.items():
+            if x.size(0) != tokens.size(0):
+                raise ValueError(
+                    f"{name} must have the {tokens.size(0)} rows of the tokens, got {tuple(x.shape)}; expand it: the "
+                    "pipeline cuts every input by rows"
+                )
 
     def _schedule(self, rows: int, seq_len: int, num_microbatches: int, device: torch.device) -> _PipelineSchedule:
         """The schedule for microbatches of ``rows`` rows; torch's stages hold buffers of one shape."""
@@ -243,12 +251,7 @@ class Pipeline(nn.Module):
         make = functools.partial(
             get_schedule_class(self._kind.name), n_microbatches=num_microbatches, loss_fn=self._loss, scale_grads=False
         )
-        try:
-            return make(stages) if self._kind.is_looped else make(stages[0])
-        except ValueError as error:  # equal on every rank
-            raise ValueError(
-                f"schedule {self._kind.name}: {error} Use num_microbatches={self.num_stages} or a multiple of it"
-            ) from error
+        return make(stages) if self._kind.is_looped else make(stages[0])
 
     # ---- parameters that two stages have ----
 

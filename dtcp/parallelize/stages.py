@@ -59,6 +59,23 @@ def deal_layers(num_layers: int, num_stages: int) -> list[range]:
     return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(num_stages)]
 
 
+def check_num_microbatches(schedule: str, num_microbatches: int, pp: int) -> None:
+    """Raise ``ValueError`` unless the schedule can run so many microbatches.
+
+    1F1B and the V need one for each stage at least, the interleaved ones equal rounds of about ``pp``.
+    """
+    kind = find_schedule(schedule)
+    if kind.is_looped and not kind.is_v_shaped:
+        is_allowed = num_microbatches % max(1, num_microbatches // pp) == 0
+    else:
+        is_allowed = schedule == "GPipe" or num_microbatches >= pp
+    if not is_allowed or num_microbatches < 1:
+        raise ValueError(
+            f"schedule {schedule} with pp={pp} cannot run {num_microbatches} microbatches; use {pp} or a multiple of "
+            "it (training.local_batch_size, the rows of one, in a training job)"
+        )
+
+
 def stages_of_rank(rank: int, pp: int, stages_per_rank: int, *, is_v_shaped: bool) -> list[int]:
     """Return the indices of a pp rank's stages: ``rank``, ``rank + pp``, …, or there and back again in a V."""
     if is_v_shaped:

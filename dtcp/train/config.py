@@ -75,6 +75,14 @@ class TensorParallelConfig:
 
 
 @dataclass(slots=True)
+class PipelineConfig:
+    """How the layers are cut when pp > 1; see ``dtcp.parallelize.stages``."""
+
+    schedule: str = MISSING
+    stages_per_rank: int | None = MISSING  # null: as few as the schedule can have
+
+
+@dataclass(slots=True)
 class CheckpointingConfig:
     """What blocks keep for their backward, as in ``apply_activation_checkpointing``."""
 
@@ -133,6 +141,7 @@ class JobConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     activation_checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)

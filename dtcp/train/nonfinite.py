@@ -5,6 +5,7 @@ Shapes: B rows, S_local slots of this rank, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtcp.models.init import plain_name
 from dtcp.parallelize.fsdp import free_full_parameters
+from dtcp.parallelize.pipeline import Pipeline
 from dtcp.train.batch import Microbatch
 from dtcp.train.session import JobError
 
@@ -31,7 +33,7 @@ def refuse_non_finite(
     *,
     model: nn.Module,
     microbatches: Iterable[Microbatch],
-    forward: Callable[[Microbatch], Tensor],
+    forward: Callable[[Microbatch], Tensor] | None,
 ) -> None:
     """Return if both numbers are finite; else find the first value at fault and raise.
 
@@ -41,7 +43,8 @@ def refuse_non_finite(
         step: Optimizer step, from 1, for the message.
         loss: Summed over all ranks.
         grad_norm: Global.
-        forward: Logits (B, S_local, V) of a microbatch; may communicate, so every rank comes here.
+        forward: Logits (B, S_local, V) of a microbatch; may communicate, so every rank comes here. None: tokens are
+            not looked for (no rank of a pipeline has both).
 
     Raises:
         NonFiniteError: With the first bad weight, the first bad token (row of the global batch, position in the
@@ -51,7 +54,7 @@ def refuse_non_finite(
         return
     faults = [
         _first_parameter(model, "weight", lambda parameter: parameter),
-        _first_token(model, microbatches, forward),
+        None if forward is None else _first_token(model, microbatches, forward),
         _first_parameter(model, "gradient", lambda parameter: parameter.grad),
     ]
     found = "; ".join(fault for fault in faults if fault) or "no single value is at fault: the sum overflowed"
@@ -62,10 +65,18 @@ def refuse_non_finite(
 
 
 def _first_parameter(model: nn.Module, what: str, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> str | None:
-    named = list(model.named_parameters())
-    first = next((i for i, (_, p) in enumerate(named) if not _all_finite(tensor_of(p))), _NOWHERE)
-    first = _lowest(first, named[0][1].device)
-    return None if first == _NOWHERE else f"first bad {what}: {plain_name(named[first][0])}"
+    stage = model.stage_indices[0] if isinstance(model, Pipeline) else 0
+    bad = (
+        (stage, i, plain_name(name))
+        for i, (name, parameter) in enumerate(model.named_parameters())
+        if not _all_finite(tensor_of(parameter))
+    )
+    first = next(bad, (_NOWHERE, 0, ""))
+    if dist.is_initialized() and dist.get_world_size() > 1:  # stages have other parameters: no index means the same
+        all_first: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_first, first)
+        first = min(all_first)
+    return None if first[0] == _NOWHERE else f"first bad {what}: {first[2]}"
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from torch import nn
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
 from dtcp.models.init import initialize
-from dtcp.parallelize.model import parallelize
+from dtcp.parallelize.model import PipelineOptions, parallelize
 from dtcp.train.config import DType, JobConfig
 
 
@@ -39,6 +39,7 @@ def parallelize_for_training(
         compile=training.compile,
         param_dtype=None if training.param_dtype is DType.float32 else training.param_dtype.torch_dtype,
         reduce_dtype=training.reduce_dtype.torch_dtype,
+        pipeline=PipelineOptions(config.pipeline.schedule, config.pipeline.stages_per_rank) if dims.pp > 1 else None,
     )
     parallel.to_empty(device=device)
     initialize(parallel, config.debug.seed, model.weight_init)

@@ -13,17 +13,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtcp
 from dtcp.layout import make_layout
 from dtcp.linear_loss import linear_token_loss
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
-from dtcp.models import GPT, Llama, build_model
+from dtcp.models import build_model
 from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.fsdp import set_last_microbatch
 from dtcp.parallelize.gradients import clip_grad_norm_
+from dtcp.parallelize.pipeline import Pipeline
+from dtcp.parallelize.stages import check_num_microbatches
 from dtcp.shard import check_same_batch
 from dtcp.train.batch import Microbatch, cut, deal_microbatches
 from dtcp.train.config import JobConfig, MeshConfig, to_data_config, to_model_config
@@ -56,7 +58,7 @@ class Trainer:
 
         Raises:
             ValueError: If values do not fit each other or the world; names a cure.
-            NotImplementedError: For what does not exist yet: pp > 1, dropout on several ranks.
+            NotImplementedError: For what does not exist yet: dropout on several ranks, chunks of the loss at pp > 1.
             JobError: Instead of these when there are several ranks, equal on all of them.
         """
         self.config = config
@@ -84,18 +86,21 @@ class Trainer:
             self.dims.view("batch").get_local_rank(),
             num_readers,
         )
+        if self.dims.pp > 1:
+            with agreed():
+                check_num_microbatches(config.pipeline.schedule, len(self.rows), self.dims.pp)
         self.model = self._build_model()
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.scheduler = make_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.step = 0
         self.tokens_seen = 0
 
-    def _build_model(self) -> GPT | Llama:
+    def _build_model(self) -> nn.Module:
+        """The model, or this rank's stages of it."""
         seed_everything(self.config.debug.seed, deterministic=self.config.debug.deterministic)
         model = build_model(self.model_config, device="meta")
         with agreed():
-            parallelize_for_training(model, self.dims, self.config, self.device)
-        return model
+            return parallelize_for_training(model, self.dims, self.config, self.device)
 
     def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return tokens and labels of rows of the global batch of ``step`` (from 0): int64 (B, S) each, on the CPU.
@@ -112,7 +117,7 @@ class Trainer:
         for row_indices in self.rows:
             tokens, labels = (x.to(self.device) for x in self.read_rows(self.step, row_indices))
             if check_every and self.step % check_every == 0:
-                for axis in ("tp", "cp"):
+                for axis in ("tp", "cp", "pp"):
                     check_same_batch(torch.stack([tokens, labels]), self.dims.view(axis))
             microbatches.append(cut(tokens, labels, row_indices, mesh=self.dims.view("cp"), layout=self.layout))
         return microbatches
@@ -142,6 +147,15 @@ class Trainer:
         labels = torch.cat([microbatch.labels for microbatch in microbatches])
         num_valid_tokens = count_valid_tokens(labels, mesh=self.dims.view("loss"))
         share = torch.zeros((), dtype=torch.float64, device=self.device)
+        if isinstance(self.model, Pipeline):
+            share += self.model.forward_backward(
+                torch.cat([microbatch.tokens for microbatch in microbatches]),
+                labels,
+                num_microbatches=len(microbatches),
+                num_valid_tokens=num_valid_tokens,
+                positions=torch.cat([microbatch.positions for microbatch in microbatches]),
+            )
+            return share, num_valid_tokens
         for number, microbatch in enumerate(microbatches, start=1):
             set_last_microbatch(self.model, number == len(microbatches))
             loss = self.loss(microbatch, num_valid_tokens)
@@ -160,15 +174,16 @@ class Trainer:
 
         Raises:
             NonFiniteError: On every rank, before the optimizer step, if the loss or the gradient norm is not finite.
-            ValueError: If cp or tp ranks hold different rows.
+            ValueError: If cp, tp or pp ranks hold different rows.
         """
         start = time.perf_counter()
         microbatches = self.read_microbatches()
         share, num_valid_tokens = self.compute_gradients(microbatches)
         grad_norm = clip_grad_norm_(self.model, self.config.training.max_norm, self.dims).item()
         loss, num_stops = self._sum_over_ranks(share, stop_requested)
+        forward = None if isinstance(self.model, Pipeline) else self.forward
         refuse_non_finite(
-            self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=self.forward
+            self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=forward
         )
         lr = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
@@ -216,7 +231,7 @@ class Trainer:
         return (
             f"dtcp {dtcp.__version__}  {self.config.model.name}: {self.model_config.num_parameters:,} parameters, "
             f"{precision}, on {dims.mesh.size()} {self.device.type} rank(s)\n"
-            f"dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}"
+            f"pp {dims.pp} x dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}"
             f"{' with sequence parallelism' if dims.tp > 1 and self.config.tensor_parallel.sequence_parallel else ''}  "
             f"attention: {self.config.attention.strategy}, {self.layout.name}  "
             f"a step: {training.global_batch_size} rows of {training.seq_len} tokens, {len(self.rows)} microbatch(es)"
@@ -233,6 +248,8 @@ class Trainer:
         loss_mesh = self.dims.view("loss")
         if loss_mesh.size() > 1:
             dist.all_reduce(sums, group=loss_mesh.get_group())
+        if self.dims.pp > 1:  # the loss is on the last stage
+            dist.all_reduce(sums, group=self.dims.view("pp").get_group())
         if self.dims.tp > 1:  # tp ranks have the same loss, but not the same signals
             dist.all_reduce(sums[1], group=self.dims.view("tp").get_group())
         loss, num_stops = sums.tolist()
@@ -262,10 +279,10 @@ class Trainer:
 
 def check_supported(config: JobConfig, dims: ParallelDims) -> None:
     """Refuse what the job cannot do exactly yet, and numbers that make no sense."""
-    if dims.pp > 1:
+    if dims.pp > 1 and config.training.loss_chunk_tokens is not None:
         raise NotImplementedError(
-            f"pipeline parallel training does not exist yet, got mesh.pp={dims.pp}; use mesh.pp=1 and more of mesh.tp, "
-            "mesh.cp or mesh.dp_shard"
+            f"the loss by chunks does not exist in pipeline stages yet, got training.loss_chunk_tokens="
+            f"{config.training.loss_chunk_tokens} and mesh.pp={dims.pp}; use null, or mesh.pp=1"
         )
     dropout = getattr(config.model, "dropout", 0.0)
     num_ranks = math.prod(dims.degrees.values())

@@ -1,0 +1,83 @@
+"""Training with pipeline stages, alone and with all other axes, is training on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from parity import JOB, PEAKED, TINY, Record, compare, record_run, scattered
+
+STEPS = 10
+
+
+def job(model: str, num_layers: int) -> list[str]:
+    sizes = [*TINY[model], f"model.num_layers={num_layers}", "model.tie_weights=true"]
+    return [*sizes, *JOB, PEAKED, "training.seq_len=97", f"training.steps={STEPS}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mesh and a schedule; ``options`` go beside them."""
+
+    mesh: str
+    world: int
+    schedule: str
+    model: str
+    num_layers: int = 2
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        mesh = self.mesh.replace("mesh.", "").replace(" ", ",")
+        return "-".join([self.model, mesh, self.schedule, *(o.partition(".")[2] for o in self.options)])
+
+
+CASES = [
+    Case("mesh.pp=2", 2, "1F1B", "gpt"),
+    Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, ("training.compile=true",)),
+    Case("mesh.pp=2 mesh.tp=2", 4, "1F1B", "gpt", 2, ("activation_checkpointing.mode=selective",)),
+    Case("mesh.pp=2 mesh.dp_shard=2", 4, "InterleavedZeroBubble", "gpt", 4),
+    Case("mesh.pp=2 mesh.tp=2", 4, "GPipe", "llama", 2, ("tensor_parallel.sequence_parallel=false",)),
+    Case("mesh.pp=4", 4, "GPipe", "llama", 4, ("activation_checkpointing.mode=full",)),
+    Case("mesh.pp=2 mesh.cp=2 mesh.tp=2", 8, "1F1B", "gpt", 2, ("attention.layout=striped",)),
+    Case("mesh.pp=2 mesh.dp_replicate=2 mesh.cp=2", 8, "1F1B", "llama", 2, ("attention.strategy=all_gather",)),
+]
+IN_QUICK_RUN = CASES[:3]
+
+
+def merge(records: list[Record]) -> Record:
+    """All stages' gradients in one record; ranks that hold a parameter too have the same."""
+    gradients = {step: {k: v for r in records for k, v in r.gradients[step].items()} for step in records[0].gradients}
+    return dataclasses.replace(records[0], gradients=gradients)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_QUICK_RUN)) for case in CASES], ids=str
+)
+def test_training_in_stages_equals_one_rank(ranks, case):
+    base = job(case.model, case.num_layers)
+    overrides = [*base, *case.mesh.split(), f"pipeline.schedule={case.schedule}", "training.local_batch_size=1"]
+    if "dp_" in case.mesh:
+        overrides += ["training.global_batch_size=4"]
+    reference = ranks.run(1, record_run, base, scattered, (1, STEPS))[0]
+    records = ranks.run(case.world, record_run, [*overrides, *case.options], scattered, (1, STEPS), timeout=200)
+    for record in records:
+        assert record.losses == records[0].losses
+        assert record.grad_norms == records[0].grad_norms
+    difference = compare(merge(records), reference)
+    assert difference.is_within, difference
+
+
+def test_what_a_pipeline_cannot_do_is_refused(ranks):
+    def refuse(rank: int, world: int, overrides: list[str]) -> None:
+        record_run(rank, world, [*job("gpt", 2), "mesh.pp=2", *overrides])
+
+    from dtcp.train.session import JobError
+
+    for overrides, pattern in [
+        (["training.local_batch_size=4"], "cannot run 1 microbatches; use 2"),
+        (["training.loss_chunk_tokens=8"], "training.loss_chunk_tokens=8 and mesh.pp=2; use null, or mesh.pp=1"),
+        (["training.local_batch_size=1", "pipeline.schedule=Interleaved1F1B"], "2 layers are too few for 4"),
+        (["training.local_batch_size=1", "pipeline.schedule=nothing"], "no pipeline schedule 'nothing'"),
+    ]:
+        ranks.run_expecting(2, refuse, JobError, pattern, overrides)
