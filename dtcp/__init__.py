@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# At once, unlike the names below: loading the submodule `dtcp.shard` binds that name in this package, and only an
-# import that comes first and rebinds it makes `dtcp.shard` the function for good.
+# At once, unlike the names below: loading the submodule `dtcp.shard`, or `dtcp.parallelize`, binds that name in this
+# package, and only an import that comes first and rebinds it makes it the function for good.
+from dtcp.parallelize.model import PipelineOptions, parallelize
 from dtcp.shard import check_same_batch, shard, shift_labels, unshard
 
 # At once too: where dtcp is imported, attention of DTensors that are cut along the sequence is context parallel.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dtcp.parallelize.context import ContextParallel, set_sequence
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
+    from dtcp.parallelize.pipeline import Pipeline
     from dtcp.parallelize.styles import ReplicatedParameters, VocabularyParallelEmbedding
     from dtcp.parallelize.tensor import apply_tensor_parallel, tensor_parallel_plan
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ContextParallel": "dtcp.parallelize.context",
     "ParallelDims": "dtcp.mesh",
+    "Pipeline": "dtcp.parallelize.pipeline",
     "ReplicatedParameters": "dtcp.parallelize.styles",
     "SequenceLayout": "dtcp.layout",
     "Tile": "dtcp.layout",
@@ -61,6 +64,8 @@ _HOME = {
 __all__ = [
     "ContextParallel",
     "ParallelDims",
+    "Pipeline",
+    "PipelineOptions",
     "ReplicatedParameters",
     "SequenceLayout",
     "Tile",
@@ -78,6 +83,7 @@ __all__ = [
     "count_valid_tokens",
     "linear_token_loss",
     "make_layout",
+    "parallelize",
     "reduce_gradients",
     "reference_attention",
     "set_sequence",

@@ -43,7 +43,7 @@ def parallelize(
     *,
     sequence_parallel: bool = True,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
-    attention: str = "attention.sdpa",
+    context_plan: Mapping[str, ParallelStyle] | None = None,
     strategy: str = "ring",
     kernel: str = "auto",
     activation_checkpointing: str = "none",
@@ -75,8 +75,8 @@ def parallelize(
             device: ``model.to_empty(device=…)`` and ``model.init_weights(seed)`` come after.
         dims: Built mesh.
         sequence_parallel, tensor_plan: See ``apply_tensor_parallel``; a plan for models other than GPT and Llama.
-        attention: Where in a block the module ``forward(query, key, value)`` is.
-        strategy, kernel: Of ``ContextParallel``.
+        context_plan: Of a block, at cp > 1; None: ``{"attention.sdpa": ContextParallel(strategy=…, kernel=…)}``.
+        strategy, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
         offload_activations: Keep what the treated blocks keep on the host.
         compile: True, or options of ``torch.compile`` beside ``fullgraph``.
@@ -103,10 +103,8 @@ def parallelize(
     style = ContextParallel(strategy=strategy, kernel=kernel)  # checks the names also where cp is 1
     if dims.cp > 1:
         for block in _blocks(model):
-            parallelize_module(block, dims.view("cp"), {attention: style})
-    apply_activation_checkpointing(
-        model, activation_checkpointing, every=checkpoint_every, offload=offload_activations
-    )
+            parallelize_module(block, dims.view("cp"), dict(context_plan or {"attention.sdpa": style}))
+    apply_activation_checkpointing(model, activation_checkpointing, every=checkpoint_every, offload=offload_activations)
     if compile:
         for block in _blocks(model):
             # Per block: the hooks of FSDP2 around it break no graph, and equal blocks share their compiled code.
@@ -173,8 +171,10 @@ def _check(
         raise ValueError("parallelize compiles every block with fullgraph=True; leave fullgraph out of compile=")
     if dims.pp == 1 and pipeline is not None:
         raise ValueError("pipeline= is for pp > 1, got pp=1; leave it out, or make the mesh with pp=2 or more")
-    if dims.pp > 1 and (pipeline is None or pipeline.width is None) and not hasattr(
-        getattr(model, "config", None), "dim"
+    if (
+        dims.pp > 1
+        and (pipeline is None or pipeline.width is None)
+        and not hasattr(getattr(model, "config", None), "dim")
     ):
         raise ValueError(
             f"a pipeline needs the width of the residual stream of {type(model).__name__}, which has no config.dim; "
