@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dtcp.dispatch.context import context_parallel
     from dtcp.dispatch.tagged import as_dtensor
     from dtcp.dispatch.unshard import context_parallel_unshard
+    from dtcp.dropout import Dropout, ModelWithDropout, dropout_keys, name_dropouts
     from dtcp.layout import SequenceLayout, Tile, make_layout
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
 _HOME = {
     "ContextParallel": "dtcp.parallelize.context",
+    "Dropout": "dtcp.dropout",
+    "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
     "SequenceLayout": "dtcp.layout",
     "Tile": "dtcp.layout",
@@ -41,7 +44,9 @@ _HOME = {
     "context_parallel_attention": "dtcp.attention.api",
     "context_parallel_unshard": "dtcp.dispatch.unshard",
     "count_valid_tokens": "dtcp.loss",
+    "dropout_keys": "dtcp.dropout",
     "make_layout": "dtcp.layout",
+    "name_dropouts": "dtcp.dropout",
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
     "set_sequence": "dtcp.parallelize.context",
@@ -50,6 +55,8 @@ _HOME = {
 
 __all__ = [
     "ContextParallel",
+    "Dropout",
+    "ModelWithDropout",
     "ParallelDims",
     "SequenceLayout",
     "Tile",
@@ -62,7 +69,9 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_unshard",
     "count_valid_tokens",
+    "dropout_keys",
     "make_layout",
+    "name_dropouts",
     "reduce_gradients",
     "reference_attention",
     "set_sequence",

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import dtcp
+from dtcp.dropout import dropout_keys
 from dtcp.layout import make_layout
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
@@ -54,7 +55,7 @@ class Trainer:
 
         Raises:
             ValueError: If values do not fit each other or the world; names a cure.
-            NotImplementedError: For what does not exist yet: tp > 1, pp > 1, dropout on several ranks.
+            NotImplementedError: For what does not exist yet: tp > 1, pp > 1.
             JobError: Instead of these when there are several ranks, equal on all of them.
         """
         self.config = config
@@ -112,7 +113,11 @@ class Trainer:
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Return this rank's logits, (B, S_local, V)."""
-        return self.model(microbatch.tokens, microbatch.positions)
+        if isinstance(self.model, Llama) or self.model.config.dropout == 0:
+            return self.model(microbatch.tokens, microbatch.positions)
+        # Of the step to come: a second forward before it drops the same elements.
+        keys = dropout_keys(self.config.debug.seed, self.step, microbatch.row_indices, microbatch.positions)
+        return self.model(microbatch.tokens, microbatch.positions, keys)
 
     def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters.
@@ -246,13 +251,6 @@ def check_supported(config: JobConfig, dims: ParallelDims) -> None:
         raise NotImplementedError(
             f"tensor and pipeline parallel training do not exist yet, got mesh.tp={dims.tp} mesh.pp={dims.pp}; "
             "use mesh.tp=1 mesh.pp=1 and more of mesh.cp or mesh.dp_shard"
-        )
-    dropout = getattr(config.model, "dropout", 0.0)
-    num_ranks = math.prod(dims.degrees.values())
-    if dropout > 0 and num_ranks > 1:
-        raise NotImplementedError(
-            f"dropout whose mask does not depend on the mesh does not exist yet, got model.dropout={dropout} on "
-            f"{num_ranks} ranks; use model.dropout=0"
         )
     training = config.training
     if training.steps < 1:
