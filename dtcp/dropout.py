@@ -247,7 +247,7 @@ def is_dtensor(x: Tensor) -> bool:
 
 
 def _local(x: Any) -> Tensor:
-    return x.to_local()  # type: ignore[no-any-return]
+    return x.to_local()
 
 
 def name_dropouts(model: nn.Module) -> None:
