@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
     from dtcp.parallelize.context import ContextParallel, set_sequence
+    from dtcp.parallelize.dropout import SequenceParallelDropout
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
 
@@ -36,6 +37,7 @@ _HOME = {
     "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
     "SequenceLayout": "dtcp.layout",
+    "SequenceParallelDropout": "dtcp.parallelize.dropout",
     "Tile": "dtcp.layout",
     "apply_fsdp": "dtcp.parallelize.fsdp",
     "as_dtensor": "dtcp.dispatch.tagged",
@@ -59,6 +61,7 @@ __all__ = [
     "ModelWithDropout",
     "ParallelDims",
     "SequenceLayout",
+    "SequenceParallelDropout",
     "Tile",
     "__version__",
     "apply_fsdp",

@@ -114,6 +114,7 @@ class Dropout(nn.Module):
     @name.setter
     def name(self, name: str | None) -> None:
         self._name = name
+        self._is_named = name is not None  # what forward reads: a graph that reads the name is a graph of its own
         digest = hashlib.sha256((name or "").encode()).digest()
         # A tensor: blocks that differ by an int would each be compiled. No buffer: `to_empty` would forget it.
         self._salt = torch.tensor(int.from_bytes(digest[:8], "little", signed=True), dtype=torch.int64, device="cpu")
@@ -148,7 +149,7 @@ class Dropout(nn.Module):
             return x
         if keys is None:
             keys = draw_keys(x)
-        elif self._name is None:
+        elif not self._is_named:
             raise ValueError(
                 "a Dropout that gets keys needs a name, or all would drop the same elements; call "
                 "dtcp.name_dropouts(model) once the model is built, or pass Dropout(p, name=...)"
@@ -178,9 +179,10 @@ class Dropout(nn.Module):
 
     def _drop_shards(self, x: Any, keys: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
 
         mesh, placements = x.device_mesh, x.placements
-        if any(type(placement) not in (Shard, Replicate) for placement in placements):
+        if any(isinstance(p, _StridedShard) or not isinstance(p, Shard | Replicate) for p in placements):
             raise NotImplementedError(
                 f"Dropout takes a DTensor placed by Shard and Replicate, got {list(placements)}; redistribute it first "
                 "(a Partial holds sums that are not there yet)"
