@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from dtcp.dispatch.context import context_parallel
     from dtcp.dispatch.tagged import as_dtensor
     from dtcp.dispatch.unshard import context_parallel_unshard
+    from dtcp.dropout import Dropout, ModelWithDropout, dropout_keys, name_dropouts
     from dtcp.layout import SequenceLayout, Tile, make_layout
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
     from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel, set_sequence
+    from dtcp.parallelize.dropout import SequenceParallelDropout
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
     from dtcp.parallelize.pipeline import Pipeline
@@ -37,10 +39,13 @@ if TYPE_CHECKING:
 # (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
 _HOME = {
     "ContextParallel": "dtcp.parallelize.context",
+    "Dropout": "dtcp.dropout",
+    "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
     "Pipeline": "dtcp.parallelize.pipeline",
     "ReplicatedParameters": "dtcp.parallelize.styles",
     "SequenceLayout": "dtcp.layout",
+    "SequenceParallelDropout": "dtcp.parallelize.dropout",
     "Tile": "dtcp.layout",
     "VocabularyParallelEmbedding": "dtcp.parallelize.styles",
     "apply_activation_checkpointing": "dtcp.parallelize.checkpointing",
@@ -52,8 +57,10 @@ _HOME = {
     "context_parallel_attention": "dtcp.attention.api",
     "context_parallel_unshard": "dtcp.dispatch.unshard",
     "count_valid_tokens": "dtcp.loss",
+    "dropout_keys": "dtcp.dropout",
     "linear_token_loss": "dtcp.linear_loss",
     "make_layout": "dtcp.layout",
+    "name_dropouts": "dtcp.dropout",
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
     "set_sequence": "dtcp.parallelize.context",
@@ -63,11 +70,14 @@ _HOME = {
 
 __all__ = [
     "ContextParallel",
+    "Dropout",
+    "ModelWithDropout",
     "ParallelDims",
     "Pipeline",
     "PipelineOptions",
     "ReplicatedParameters",
     "SequenceLayout",
+    "SequenceParallelDropout",
     "Tile",
     "VocabularyParallelEmbedding",
     "__version__",
@@ -81,8 +91,10 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_unshard",
     "count_valid_tokens",
+    "dropout_keys",
     "linear_token_loss",
     "make_layout",
+    "name_dropouts",
     "parallelize",
     "reduce_gradients",
     "reference_attention",

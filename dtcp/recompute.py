@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
 
 Restore = Callable[[], AbstractContextManager[None]]
 """Called in the backward, around what is recomputed."""
@@ -122,3 +124,40 @@ class _CheckpointPatch:
 
 checkpoint_patch = _CheckpointPatch()
 """Acquired for as long as there is state to restore, and released as often."""
+
+
+_stateful: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""Modules that were told what comes next, and the attributes that hold it."""
+
+
+def restored_in_recomputation(module: nn.Module, names: tuple[str, ...]) -> None:
+    """From now on, whatever is checkpointed finds the attributes ``names`` of ``module`` as its forward found them."""
+    if module not in _stateful:
+        _stateful[module] = names
+        checkpoint_patch.acquire()
+        weakref.finalize(module, checkpoint_patch.release)
+
+
+def _set_attributes(values: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, attributes in values:
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+
+@captures_state
+def _capture_modules() -> Restore | None:
+    if not _stateful:
+        return None
+    states = [(weakref.ref(m), {name: getattr(m, name) for name in names}) for m, names in _stateful.items()]
+
+    @contextlib.contextmanager
+    def restore() -> Iterator[None]:
+        alive = [(module, values) for ref, values in states if (module := ref()) is not None]
+        later = [(module, {name: getattr(module, name) for name in values}) for module, values in alive]
+        _set_attributes(alive)
+        try:
+            yield
+        finally:
+            _set_attributes(later)
+
+    return restore

@@ -280,7 +280,6 @@ def make_trainer(rank: int, world: int, overrides: list[str]) -> None:
     [
         (["mesh.pp=2"], "does not exist yet, got mesh.pp=2; use mesh.pp=1 and more of mesh.tp"),
         (["mesh.cp=3"], "world size is 2; nearest that works"),
-        (["mesh.cp=2", "model.dropout=0.1"], "use model.dropout=0"),
     ],
 )
 def test_what_does_not_exist_yet_is_refused_on_all_ranks(ranks, overrides, message):

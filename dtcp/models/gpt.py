@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtcp.dropout import Dropout, ModelWithDropout, name_dropouts
 from dtcp.models.attention import ScaledDotProductAttention
 from dtcp.models.config import check_divides, check_fraction, check_positive, training_flops_per_token
 from dtcp.models.head import TiedHead
@@ -143,18 +144,18 @@ class GPTBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.attention = GPTAttention(config)
-        self.attention_residual_dropout = nn.Dropout(config.dropout)
+        self.attention_residual_dropout = Dropout(config.dropout)
         self.feed_forward_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.feed_forward = GPTFeedForward(config)
-        self.feed_forward_residual_dropout = nn.Dropout(config.dropout)
+        self.feed_forward_residual_dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, S, dim) to (B, S, dim)."""
-        x = x + self.attention_residual_dropout(self.attention(self.attention_norm(x)))
-        return x + self.feed_forward_residual_dropout(self.feed_forward(self.feed_forward_norm(x)))
+    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """(B, S, dim) to (B, S, dim); keys are (B, S)."""
+        x = x + self.attention_residual_dropout(self.attention(self.attention_norm(x)), dropout_keys)
+        return x + self.feed_forward_residual_dropout(self.feed_forward(self.feed_forward_norm(x)), dropout_keys)
 
 
-class GPT(nn.Module):
+class GPT(ModelWithDropout):
     """A GPT that returns logits.
 
     ``layers`` is a ``ModuleDict`` keyed "0", "1", ...: a block keeps its name, and so its initial weights, when others
@@ -166,15 +167,17 @@ class GPT(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position_embedding = nn.Embedding(config.max_seq_len, config.dim)
-        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.embedding_dropout = Dropout(config.dropout)
         self.layers = nn.ModuleDict({str(i): GPTBlock(config) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = nn.LayerNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
+        name_dropouts(self)
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
         *,
         head_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
@@ -184,6 +187,9 @@ class GPT(nn.Module):
             tokens: int64 (B, S); or, where other stages of a pipeline hold the layers before, their (B, S, dim).
             positions: Global position of each token, int64 (B, S) or (S,), below ``max_seq_len``; pad slots take 0.
                 None: ``arange(S)``.
+            dropout_keys: `dtcp.dropout_keys` of the tokens, int64 (B, S); read only if dropout acts. None: of the
+                step and rows that `set_sequence` told and of ``positions``; drawn if it told none and this is the only
+                rank.
             head_fn: Called in place of the head with the last hidden states (B, S, dim) and the head's weight
                 (vocab_size, dim), tied or not: a loss that never holds all logits. Here, because only inside this
                 forward a weight that FSDP2 has sharded is whole.
@@ -194,15 +200,18 @@ class GPT(nn.Module):
         Raises:
             ValueError: For another shape or dtype, or more than ``max_seq_len`` positions; for ids and positions out of
                 range where their values cost no device wait (eager, on the CPU). Elsewhere
-                ``config.check_seq_len(seq_len)``, once before the first step, is the check.
+                ``config.check_seq_len(seq_len)``, once before the first step, is the check. For dropout on several
+                ranks that was told neither keys nor step and rows.
         """
         is_embedded = is_residual_stream(tokens)
         if not is_embedded:
             check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
-        x = tokens if is_embedded else self._embed(tokens, positions)
+        if dropout_keys is None and self.training and self.config.dropout > 0:
+            dropout_keys = self.keys_of(positions, tokens.size(0))
+        x = tokens if is_embedded else self._embed(tokens, positions, dropout_keys)
         for block in self.layers.values():
-            x = block(x)
+            x = block(x, dropout_keys)
         if self.final_norm is None:  # other stages hold the layers after
             return x
         x = self.final_norm(x)
@@ -210,9 +219,10 @@ class GPT(nn.Module):
             return head_fn(x, self.token_embedding.weight if isinstance(self.head, TiedHead) else self.head.weight)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, dropout_keys: Tensor | None) -> Tensor:
         check_position_range(positions, self.config.max_seq_len)
-        return self.embedding_dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        return self.embedding_dropout(x, dropout_keys)
 
     def init_weights(self, seed: int) -> None:
         """Draw every parameter from ``seed`` and its name; see `dtcp.models.init.initialize`."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -21,9 +20,10 @@ from dtcp.attention.ops import attention_forward
 from dtcp.collectives import check_mesh
 from dtcp.dispatch.door import is_dtensor
 from dtcp.dispatch.dtensors import attend_over_group
+from dtcp.dropout import ModelWithDropout
 from dtcp.layout import SequenceLayout
 from dtcp.parallelize.unmatched import refuse_unmatched_entries
-from dtcp.recompute import Restore, captures_state, checkpoint_patch
+from dtcp.recompute import restored_in_recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,41 +156,6 @@ class _ContextParallelModule(nn.Module):
         return out.transpose(1, 2) if is_swapped else out
 
 
-_modules: weakref.WeakSet[_ContextParallelModule] = weakref.WeakSet()
-"""Those that know a sequence: what a recomputation has to find as its forward found it."""
-
-
-def _remember(module: _ContextParallelModule) -> None:
-    if module not in _modules:
-        _modules.add(module)
-        checkpoint_patch.acquire()
-        weakref.finalize(module, checkpoint_patch.release)
-
-
-def _set_states(states: list[tuple[_ContextParallelModule, Tensor | None, bool]]) -> None:
-    for module, state, plain in states:
-        module._dtcp_state, module._dtcp_is_plain = state, plain
-
-
-@captures_state
-def _capture_sequences() -> Restore | None:
-    if not _modules:
-        return None
-    states = [(weakref.ref(module), module._dtcp_state, module._dtcp_is_plain) for module in _modules]
-
-    @contextlib.contextmanager
-    def restore() -> Iterator[None]:
-        alive = [(module, state, plain) for ref, state, plain in states if (module := ref()) is not None]
-        later = [(module, module._dtcp_state, module._dtcp_is_plain) for module, _, _ in alive]
-        _set_states(alive)
-        try:
-            yield
-        finally:
-            _set_states(later)
-
-    return restore
-
-
 def _new_module(cls: type[nn.Module]) -> nn.Module:
     made = _context_parallel_class(cls)  # type: ignore[arg-type]  # mypy: no Hashable in nn.Module
     return made.__new__(made)
@@ -202,35 +167,60 @@ def _context_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def set_sequence(
-    model: nn.Module, layout: SequenceLayout, documents: Any = None, step: int = 0, rows: Any = None
+    model: nn.Module,
+    layout: SequenceLayout,
+    documents: Any = None,
+    step: int | None = None,
+    rows: Sequence[int] | Tensor | None = None,
 ) -> None:
-    """Tell every context parallel module of ``model`` what it gets next. Call it before each step or microbatch.
+    """Tell the context parallel modules of ``model``, and what drops, what comes next. Call it before each microbatch.
 
     Costs no recompilation: modules hold the layout as a tensor of constant shape. A backward, and a recomputation
-    within it, uses the layout of its own forward.
+    within it, uses the layout, step and rows of its own forward.
 
     Args:
         layout: Who holds which tokens of the sequence.
         documents: Not available yet.
-        step, rows: Optimizer step and rows of the global batch, for modules that draw random numbers (none yet).
+        step: Optimizer step, for models whose forward computes the keys of their `Dropout` modules; ``dropout_seed``
+            of the model is their seed. None, without rows: dropout is told nothing.
+        rows: Rows of the global batch that this rank holds, for the same. None: rows 0 to B - 1, all that there are.
 
     Raises:
-        ValueError: If no module of ``model`` is context parallel, or the layout is for another cp degree.
+        ValueError: If no module of ``model`` is context parallel and nothing is told to a dropout; if the layout is
+            for another cp degree; if the model drops and ``step`` is given without the rows, while the ranks are more
+            than hold one sequence.
     """
     if documents is not None:
         raise NotImplementedError("set_sequence does not know documents yet; use documents=None")
     modules = [module for module in model.modules() if isinstance(module, _ContextParallelModule)]
-    if not modules:
+    if step is None and rows is not None:
+        step = 0
+    with_dropout = [module for module in model.modules() if isinstance(module, ModelWithDropout)]
+    if not modules and (step is None or not with_dropout):
         raise ValueError(
             "set_sequence found no context parallel module; give ContextParallel to parallelize_module for the "
             "module that attends, for instance {'attention.sdpa': dtcp.ContextParallel()}"
         )
+    _check_rows(with_dropout, layout, step, rows)
     for module in modules:
         if module._dtcp_plan.cp != layout.cp:
             raise ValueError(
                 f"the layout is for cp={layout.cp}, the model was parallelized over {module._dtcp_plan.cp} ranks; "
                 f"make it with cp={module._dtcp_plan.cp}"
             )
-        _remember(module)
+        restored_in_recomputation(module, ("_dtcp_state", "_dtcp_is_plain"))
         module._dtcp_state = layout.state
         module._dtcp_is_plain = is_plain(layout, layout)
+    for source in with_dropout:
+        source.set_dropout_step(step, rows)
+
+
+def _check_rows(
+    models: list[ModelWithDropout], layout: SequenceLayout, step: int | None, rows: Sequence[int] | Tensor | None
+) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if step is not None and rows is None and world != layout.cp and any(model.drops for model in models):
+        raise ValueError(
+            f"on {world} ranks with cp={layout.cp} dropout has to know which rows of the global batch this rank holds, "
+            "got rows=None; pass set_sequence(..., rows=range(first_row, first_row + B))"
+        )

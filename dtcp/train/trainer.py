@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import dtcp
+from dtcp.dropout import dropout_keys
 from dtcp.layout import make_layout
 from dtcp.linear_loss import linear_token_loss
 from dtcp.loss import count_valid_tokens, token_loss
@@ -58,7 +59,7 @@ class Trainer:
 
         Raises:
             ValueError: If values do not fit each other or the world; names a cure.
-            NotImplementedError: For what does not exist yet: dropout on several ranks, chunks of the loss at pp > 1.
+            NotImplementedError: For what does not exist yet: chunks of the loss at pp > 1.
             JobError: Instead of these when there are several ranks, equal on all of them.
         """
         self.config = config
@@ -124,7 +125,16 @@ class Trainer:
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Return this rank's logits, (B, S_local, V); with tp > 1 a DTensor, ``Shard(-1)`` over tp."""
-        return self.model(microbatch.tokens, microbatch.positions)
+        return self.model(microbatch.tokens, **self.inputs(microbatch))
+
+    def inputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Return what the model takes beside the tokens, (B, S_local) each."""
+        inputs = {"positions": microbatch.positions}
+        if getattr(self.model_config, "dropout", 0.0) > 0:
+            # Of the step to come: a second forward before it drops the same elements.
+            seed, rows = self.config.debug.seed, microbatch.row_indices
+            inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.positions)
+        return inputs
 
     def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor) -> Tensor:
         """Return this rank's share of the loss, by chunks where the configuration says so; its count is given."""
@@ -134,7 +144,7 @@ class Trainer:
         head_fn = functools.partial(
             linear_token_loss, labels=microbatch.labels, num_valid_tokens=num_valid_tokens, chunk_tokens=chunk_tokens
         )
-        return self.model(microbatch.tokens, microbatch.positions, head_fn=head_fn)
+        return self.model(microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn)
 
     def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters.
@@ -148,12 +158,13 @@ class Trainer:
         num_valid_tokens = count_valid_tokens(labels, mesh=self.dims.view("loss"))
         share = torch.zeros((), dtype=torch.float64, device=self.device)
         if isinstance(self.model, Pipeline):
+            all_inputs = [self.inputs(microbatch) for microbatch in microbatches]
             share += self.model.forward_backward(
                 torch.cat([microbatch.tokens for microbatch in microbatches]),
                 labels,
                 num_microbatches=len(microbatches),
                 num_valid_tokens=num_valid_tokens,
-                positions=torch.cat([microbatch.positions for microbatch in microbatches]),
+                **{name: torch.cat([inputs[name] for inputs in all_inputs]) for name in all_inputs[0]},
             )
             return share, num_valid_tokens
         for number, microbatch in enumerate(microbatches, start=1):
@@ -283,13 +294,6 @@ def check_supported(config: JobConfig, dims: ParallelDims) -> None:
         raise NotImplementedError(
             f"the loss by chunks does not exist in pipeline stages yet, got training.loss_chunk_tokens="
             f"{config.training.loss_chunk_tokens} and mesh.pp={dims.pp}; use null, or mesh.pp=1"
-        )
-    dropout = getattr(config.model, "dropout", 0.0)
-    num_ranks = math.prod(dims.degrees.values())
-    if dropout > 0 and num_ranks > 1:
-        raise NotImplementedError(
-            f"dropout whose mask does not depend on the mesh does not exist yet, got model.dropout={dropout} on "
-            f"{num_ranks} ranks; use model.dropout=0"
         )
     training = config.training
     if training.steps < 1:

@@ -1,0 +1,317 @@
+"""Dropout whose mask does not depend on the mesh: a pure function of seed, step, row, token, module and feature.
+
+Nothing is drawn. A *key* stands for a token: a 64-bit hash of the seed, the optimizer step, the row of the global
+batch and the token's position. Keys are computed once at the top of a model and go down to its `Dropout` modules as a
+tensor, so what holds a part of the tokens holds their keys, and what runs again (recomputation, a pipeline schedule)
+drops the same elements.
+
+Shapes: B rows held here, S positions held here, ``*F`` any feature dims.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtcp.recompute import restored_in_recomputation
+
+# Note [Integers that wrap]
+# The hash has to be bit-equal in eager kernels, C++ and Triton made by inductor, on CPU and GPU. So: two's complement
+# int64 for each token, int32 for each element (half the memory traffic), logical shifts made of arithmetic ones by a
+# mask. Overflow of a signed product is undefined in C++, where inductor's loops are compiled without -fwrapv. What a
+# compiler may do with that: infer bounds of a loop from a product of its counter, so counters (rows, positions,
+# features) are never multiplied before they are mixed with something unknown, or are kept below 2^63; and fold a sign
+# test into the product, so the last comparison is of 31 masked bits.
+_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64; the finalizers are those of splitmix64 and murmur3
+_WORD = 0xFFFFFFFF
+
+
+def dropout_keys(seed: int | Tensor, step: int | Tensor, rows: Sequence[int] | Tensor, positions: Tensor) -> Tensor:
+    """Return a key for each token: the randomness of every `Dropout` for it.
+
+    Call it once per forward, on the tokens held here. Equal arguments give equal keys everywhere; another seed, step,
+    row or position gives an unrelated key, and different positions of a row never share one.
+
+    Args:
+        seed: Of the job: any integer, or an int64 tensor of no dims.
+        step: Optimizer step, the same for all of its microbatches.
+        rows: Row of the global batch for each row held here, B integers.
+        positions: Index of each token in the whole sequence, int64 (B, S) or (S,). Not restarted per document: two
+            tokens of a row with one position drop the same features. Pad slots may hold anything.
+
+    Returns:
+        int64 (B, S) on the positions' device. About 25 small operations, no waiting for a device.
+
+    Raises:
+        ValueError: If the shapes do not fit each other, or positions are not int64.
+    """
+    if not isinstance(rows, Tensor):
+        rows = torch.tensor(list(rows), dtype=torch.int64)
+    if rows.ndim != 1 or rows.is_floating_point():
+        raise ValueError(f"rows must be B integers, got {rows.dtype} {tuple(rows.shape)}; pass the rows of the batch")
+    if positions.dtype != torch.int64 or not 1 <= positions.ndim <= 2:
+        raise ValueError(f"positions must be int64 (B, S) or (S,), got {positions.dtype} {tuple(positions.shape)}")
+    if positions.ndim == 2 and positions.size(0) != rows.size(0):
+        raise ValueError(
+            f"rows has {rows.size(0)} entries for {positions.size(0)} rows of positions; pass one row of the global "
+            "batch for each"
+        )
+    return _token_keys(_stream(seed, step), rows, positions)
+
+
+def _token_keys(stream: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    by_row = _mix(stream.to(positions.device) ^ rows.to(positions.device, torch.int64))
+    return _mix(by_row[:, None] ^ positions)
+
+
+def _stream(seed: int | Tensor, step: int | Tensor) -> Tensor:
+    return _mix(_mix(_as_int64(seed) ^ _GOLDEN) ^ _as_int64(step))
+
+
+def _as_int64(value: int | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(torch.int64)
+    return torch.tensor((value + 2**63) % 2**64 - 2**63, dtype=torch.int64, device="cpu")
+
+
+def _mix(z: Tensor) -> Tensor:
+    """A bijection of int64 in which every bit depends on every bit."""
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return z ^ ((z >> 31) & (2**33 - 1))
+
+
+class Dropout(nn.Module):
+    """``nn.Dropout`` that drops by the tokens' keys and its own name: the same elements on any mesh.
+
+    One module for each place in a model: called twice with equal keys it drops the same elements twice.
+
+    Args:
+        p: Probability of dropping an element, 0 to 1; resolved to 2⁻³¹.
+        name: Stands for this place in the model; the same on every rank. `name_dropouts` names all of a model's.
+
+    Raises:
+        ValueError: If ``p`` is no probability.
+    """
+
+    def __init__(self, p: float = 0.5, *, name: str | None = None) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must be in [0, 1], got {p}")
+        self.p = p
+        self.name = name
+
+    @property
+    def name(self) -> str | None:
+        """Of the place in the model; None until it is named."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        self._name = name
+        self._is_named = name is not None  # what forward reads: a graph that reads the name is a graph of its own
+        digest = hashlib.sha256((name or "").encode()).digest()
+        # A tensor: blocks that differ by an int would each be compiled. No buffer: `to_empty` would forget it.
+        self._salt = torch.tensor(int.from_bytes(digest[:8], "little", signed=True), dtype=torch.int64, device="cpu")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dropout:
+        super()._apply(fn, recurse)
+        # Where the model goes, but never through `fn`, which may leave the contents behind.
+        device = fn(torch.empty_like(self._salt)).device
+        if device != self._salt.device and device.type != "meta":
+            self._salt = self._salt.to(device)
+        return self
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Drop elements of ``x`` and divide the others by ``1 - p``; in eval mode return ``x``.
+
+        Args:
+            x: (B, S, *F), floating point. May be a DTensor, sharded along any dims, also in uneven parts: each rank
+                drops its part of what the whole would lose, and nothing is communicated.
+            keys: `dropout_keys` of the tokens, int64 (B, S); for a DTensor those of the whole ``x``. A DTensor of keys
+                stands for its local part if ``x`` is plain. None, where this is the only rank: drawn from torch's
+                generator, so that every call drops other elements.
+
+        Returns:
+            Like ``x``.
+
+        Raises:
+            ValueError: If in training ``keys`` do not fit ``x``, or are missing on several ranks, or the module has no
+                name.
+            NotImplementedError: If ``x`` is a DTensor with a placement other than ``Shard`` and ``Replicate``.
+        """
+        if not self.training or self.p == 0:
+            return x
+        if keys is None:
+            keys = draw_keys(x)
+        elif not self._is_named:
+            raise ValueError(
+                "a Dropout that gets keys needs a name, or all would drop the same elements; call "
+                "dtcp.name_dropouts(model) once the model is built, or pass Dropout(p, name=...)"
+            )
+        if is_dtensor(x):
+            return self._drop_shards(x, keys)
+        if is_dtensor(keys):
+            keys = _local(keys)
+        _check_keys(keys, x)
+        return self._drop(x, keys, feature_words(x.shape[2:], x.device))
+
+    def _drop(self, x: Tensor, keys: Tensor, features: Tensor) -> Tensor:
+        if self.p == 1:
+            return torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, 0.0)
+        mixed = _mix(keys ^ self._salt)
+        # The two halves, sign extended, so that the conversion is exact.
+        offset, factor = ((mixed << 32) >> 32).to(torch.int32), (mixed >> 32).to(torch.int32) | 1
+        shape = (*keys.shape, *[1] * features.ndim)
+        word = torch.addcmul(offset.view(shape), factor.view(shape), features)
+        high = word >> 15
+        high &= 0x1FFFF
+        word ^= high
+        word *= -0x3D4D51CB
+        word &= 0x7FFFFFFF
+        keep = word >= round(self.p * 2**31)
+        return torch.where(keep, x, 0.0) * (1 / (1 - self.p))
+
+    def _drop_shards(self, x: Any, keys: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        mesh, placements = x.device_mesh, x.placements
+        if any(isinstance(p, _StridedShard) or not isinstance(p, Shard | Replicate) for p in placements):
+            raise NotImplementedError(
+                f"Dropout takes a DTensor placed by Shard and Replicate, got {list(placements)}; redistribute it first "
+                "(a Partial holds sums that are not there yet)"
+            )
+        _check_keys(keys, x)
+
+        def part(whole: Any, first_dim: int) -> Tensor:
+            """This rank's part of what belongs to the dims of ``x`` from ``first_dim`` on."""
+            dims = range(first_dim, first_dim + whole.ndim)
+            wanted = [
+                Shard(p.dim % x.ndim - first_dim) if isinstance(p, Shard) and p.dim % x.ndim in dims else Replicate()
+                for p in placements
+            ]
+            if not is_dtensor(whole):
+                whole = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            return whole.redistribute(mesh, wanted).to_local()
+
+        features = part(feature_words(x.shape[2:], x.device), 2)
+        out = self._drop(x.to_local(), part(keys, 0), features)
+        return DTensor.from_local(out, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+    def extra_repr(self) -> str:
+        """What ``print(model)`` shows."""
+        return f"p={self.p}, name={self._name!r}"
+
+
+def feature_words(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return a well mixed int32 for each feature, of ``shape``; feature by feature the same for any number of them."""
+    word = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int64, device=device)
+    for factor in (0x45D9F3B7, 0x2C1B3C6D):  # below 2^31: products of 32-bit words stay below 2^63
+        word = ((word ^ (word >> 16)) * factor) & _WORD
+    word = word ^ (word >> 16)
+    return ((word << 32) >> 32).to(torch.int32).view(tuple(shape))
+
+
+def _check_keys(keys: Tensor, x: Tensor) -> None:
+    if x.ndim < 2 or keys.shape != x.shape[:2] or keys.dtype != torch.int64:
+        raise ValueError(
+            f"keys must be int64 (B, S) = {tuple(x.shape[:2])} for x (B, S, *F) = {tuple(x.shape)}, got {keys.dtype} "
+            f"{tuple(keys.shape)}; pass dtcp.dropout_keys(seed, step, rows, positions) of exactly the tokens in x"
+        )
+
+
+def draw_keys(x: Tensor) -> Tensor:
+    """Return int64 keys (B, S) for a call that got none, from torch's generator of the device of ``x`` (B, S, ...).
+
+    Raises:
+        ValueError: If there are several ranks: their generators know nothing of rows and positions.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"dropout on {dist.get_world_size()} ranks needs to know step, rows and positions, or its mask would "
+            "depend on the mesh; pass dropout_keys=dtcp.dropout_keys(seed, step, rows, positions) to the model (keys "
+            "to a Dropout), or call dtcp.set_sequence(model, layout, step=..., rows=...) before each forward"
+        )
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=x.device)
+    rows, positions = (torch.arange(size, device=x.device) for size in x.shape[:2])
+    return dropout_keys(seed, 0, rows, positions)
+
+
+def is_dtensor(x: Tensor) -> bool:
+    """Told without loading the module."""
+    return hasattr(x, "placements")
+
+
+def _local(x: Any) -> Tensor:
+    return x.to_local()
+
+
+def name_dropouts(model: nn.Module) -> None:
+    """Name every `Dropout` of ``model`` by its place in it, as ``named_modules`` has it.
+
+    Call it when the whole model is built: before it is wrapped (`torch.compile`, checkpointing) or taken apart for
+    pipeline stages. The library's own models do.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.name = name
+
+
+class ModelWithDropout(nn.Module):
+    """A model that computes the keys of its `Dropout` modules in its forward, from what ``set_sequence`` told it.
+
+    Attributes:
+        dropout_seed: Of all masks; read when ``set_sequence`` is called.
+    """
+
+    dropout_seed: int = 0
+    _dropout_state: tuple[Tensor, Tensor | None] | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._dropout_state = None  # a copy has to be told its own step: only then can a recomputation restore it
+
+    @property
+    def drops(self) -> bool:
+        """Whether a forward drops anything now."""
+        return any(isinstance(module, Dropout) and module.training and module.p > 0 for module in self.modules())
+
+    def set_dropout_step(self, step: int | None, rows: Sequence[int] | Tensor | None = None) -> None:
+        """Tell the optimizer step and the rows of the global batch of the next forwards.
+
+        Args:
+            step: None forgets both.
+            rows: B integers; None is ``range(B)``.
+        """
+        if step is None:
+            self._dropout_state = None
+            return
+        restored_in_recomputation(self, ("_dropout_state",))
+        if rows is not None and not isinstance(rows, Tensor):
+            rows = torch.tensor(list(rows), dtype=torch.int64)
+        # Tensors, not ints: a compiled model would be compiled again for each step.
+        self._dropout_state = _stream(self.dropout_seed, step), rows
+
+    def keys_of(self, positions: Tensor, num_rows: int) -> Tensor:
+        """Return keys (B, S) of a forward that was given none; drawn where nobody told the step.
+
+        Raises:
+            ValueError: If nobody told the step and there are several ranks, or the rows told are not ``num_rows``.
+        """
+        if self._dropout_state is None:
+            return draw_keys(positions.expand(num_rows, -1))
+        stream, rows = self._dropout_state
+        if rows is None:
+            rows = torch.arange(num_rows, device=positions.device)
+        elif rows.size(0) != num_rows:
+            raise ValueError(
+                f"set_sequence was told {rows.size(0)} row(s) of the global batch, this forward got {num_rows}; call "
+                "it before each microbatch with the rows of that microbatch"
+            )
+        return _token_keys(stream, rows, positions)
