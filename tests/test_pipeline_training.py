@@ -12,7 +12,7 @@ STEPS = 10
 
 
 def job(model: str, num_layers: int) -> list[str]:
-    sizes = [*TINY[model], f"model.num_layers={num_layers}", "model.tie_weights=true"]
+    sizes = [*TINY[model], *(["model.dropout=0.1"] if model == "gpt" else []), f"model.num_layers={num_layers}", "model.tie_weights=true"]
     return [*sizes, *JOB, PEAKED, "training.seq_len=97", f"training.steps={STEPS}"]
 
 

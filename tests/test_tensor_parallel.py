@@ -14,7 +14,7 @@ PLAIN = "tensor_parallel.sequence_parallel=false"
 COMPILED = "training.compile=true"
 # A head for each of four ranks, and keys shared by two query heads; the vocabulary of 257 ids never divides evenly.
 MODELS = {
-    "gpt": ("model.vocab_size=257",),
+    "gpt": ("model.vocab_size=257", "model.dropout=0.1"),
     "gpt_untied": ("model.vocab_size=257", "model.tie_weights=false"),
     "llama": ("model.vocab_size=257", "model.num_heads=8", "model.num_kv_heads=4"),
     "llama_tied": ("model.tie_weights=true", "model.num_heads=8", "model.num_kv_heads=4"),
@@ -58,12 +58,13 @@ def slow(case: Case) -> object:
 CASES = [
     Case("mesh.tp=2", 2, "gpt", scattered, (PLAIN,)),
     slow(Case("mesh.tp=2", 2, "llama", tail, (PLAIN, COMPILED))),
-    Case("mesh.tp=2", 2, "llama", scattered),
+    Case("mesh.tp=2", 2, "llama", scattered, ("training.loss_chunk_tokens=32",)),
+    slow(Case("mesh.tp=2", 2, "gpt", scattered, ("training.loss_chunk_tokens=32", PLAIN))),
     slow(Case("mesh.tp=2", 2, "llama_tied", tail, (COMPILED,))),
     slow(Case("mesh.tp=2", 2, "gpt_untied", nothing, ("training.local_batch_size=1",))),
     slow(Case("mesh.tp=2", 2, "gpt", scattered, (COMPILED,), 96)),
     slow(Case("mesh.tp=3", 3, "gpt", tail, ("model.num_heads=6", "model.dim=48"))),
-    Case("mesh.tp=4", 4, "gpt", tail),
+    Case("mesh.tp=4", 4, "gpt", tail, ("activation_checkpointing.mode=full",)),
     slow(Case("mesh.tp=4", 4, "llama", scattered, (COMPILED,))),
     Case("mesh.cp=2 mesh.tp=2", 4, "llama", scattered, (*attend("ring", "head_tail"), "training.local_batch_size=1")),
     slow(Case("mesh.cp=2 mesh.tp=2", 4, "gpt", tail, (*attend("all_gather", "contiguous"), COMPILED), 96)),

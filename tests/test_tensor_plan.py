@@ -405,9 +405,15 @@ def test_sizes_that_ranks_cannot_share_are_refused(ranks, world, kind, build, me
     ranks.run_expecting(world, refuse, ValueError, message, kind, {}, build)
 
 
-def test_dropout_is_refused(ranks):
-    message = r"does not know dropout yet, got p=0.1 in embedding_dropout"
-    ranks.run_expecting(2, refuse, NotImplementedError, message, "gpt", {}, {"dropout": 0.1})
+def refuse_dropout(rank: int, world: int) -> None:
+    model = make_model("gpt")
+    model.embedding_dropout = nn.Dropout(0.1)
+    dtcp.apply_tensor_parallel(model, make_dims(tp=world))
+
+
+def test_a_dropout_that_depends_on_the_mesh_is_refused(ranks):
+    message = r"cannot take nn.Dropout, got p=0.1 in embedding_dropout.*use dtcp.Dropout"
+    ranks.run_expecting(2, refuse_dropout, NotImplementedError, message)
 
 
 def test_a_key_that_matches_nothing_is_refused(ranks):

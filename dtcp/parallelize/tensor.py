@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
 from dtcp.models.head import TiedHead
+from dtcp.parallelize.dropout import SequenceParallelDropout
 from dtcp.parallelize.styles import ReplicatedParameters, VocabularyParallelEmbedding
 from dtcp.parallelize.unmatched import refuse_unmatched_keys
 
@@ -83,6 +84,9 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     }
     if isinstance(model, Llama):
         plan["layers.*.feed_forward.gate"] = ColwiseParallel()
+    elif sequence_parallel:  # else every rank drops elements of all positions, the same ones
+        names = ("embedding_dropout", "layers.*.attention_residual_dropout", "layers.*.feed_forward_residual_dropout")
+        plan |= {name: SequenceParallelDropout() for name in names}
     return plan
 
 
@@ -107,7 +111,7 @@ def apply_tensor_parallel(
     Raises:
         ValueError: If heads or features do not divide by tp, a key of the plan matches no module, or ``model`` is
             parallel already.
-        NotImplementedError: If ``model`` drops out elements: each rank would draw a mask of its own.
+        NotImplementedError: If ``model`` has an ``nn.Dropout`` that acts: each rank would draw a mask of its own.
     """
     if dims.tp == 1:
         return
@@ -173,8 +177,8 @@ def _check_model(model: nn.Module, tp: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise NotImplementedError(
-                f"tensor parallelism does not know dropout yet, got p={module.p} in {name}, of which each rank would "
-                "draw a mask of its own; use dropout=0"
+                f"tensor parallelism cannot take nn.Dropout, got p={module.p} in {name}: each rank would draw a mask "
+                "of its own; use dtcp.Dropout, whose mask does not depend on the mesh, or p=0"
             )
 
 

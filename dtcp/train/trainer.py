@@ -4,7 +4,6 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 """
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 import dtcp
 from dtcp.dropout import dropout_keys
@@ -141,9 +141,15 @@ class Trainer:
         chunk_tokens = self.config.training.loss_chunk_tokens
         if chunk_tokens is None:
             return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
-        head_fn = functools.partial(
-            linear_token_loss, labels=microbatch.labels, num_valid_tokens=num_valid_tokens, chunk_tokens=chunk_tokens
-        )
+        cuts_positions = self.dims.tp > 1 and self.config.tensor_parallel.sequence_parallel
+
+        def head_fn(hidden: Tensor, weight: Tensor) -> Tensor:
+            if cuts_positions:  # this rank's positions, the loss is of all
+                hidden = DTensor.from_local(hidden, self.dims.view("tp"), [Shard(1)], run_check=False)
+            return linear_token_loss(
+                hidden, weight, microbatch.labels, num_valid_tokens=num_valid_tokens, chunk_tokens=chunk_tokens
+            )
+
         return self.model(microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn)
 
     def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
