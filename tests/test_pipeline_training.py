@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from parity import JOB, PEAKED, TINY, Record, compare, record_run, scattered
+from parity import DROPOUT, JOB, PEAKED, TINY, Record, compare, record_run, scattered
 
 STEPS = 10
 
 
 def job(model: str, num_layers: int) -> list[str]:
-    sizes = [*TINY[model], *(["model.dropout=0.1"] if model == "gpt" else []), f"model.num_layers={num_layers}", "model.tie_weights=true"]
+    sizes = [*TINY[model], f"model.num_layers={num_layers}", "model.tie_weights=true"]
+    sizes += DROPOUT if model == "gpt" else ()
     return [*sizes, *JOB, PEAKED, "training.seq_len=97", f"training.steps={STEPS}"]
 
 

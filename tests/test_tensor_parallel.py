@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from parity import JOB, PEAKED, TINY, Ignored, Record, compare, nothing, record_run, scattered, tail
+from parity import DROPOUT, JOB, PEAKED, TINY, Ignored, Record, compare, nothing, record_run, scattered, tail
 from ranks import Ranks
 
 STEPS = 10
@@ -14,7 +14,7 @@ PLAIN = "tensor_parallel.sequence_parallel=false"
 COMPILED = "training.compile=true"
 # A head for each of four ranks, and keys shared by two query heads; the vocabulary of 257 ids never divides evenly.
 MODELS = {
-    "gpt": ("model.vocab_size=257", "model.dropout=0.1"),
+    "gpt": ("model.vocab_size=257", *DROPOUT),
     "gpt_untied": ("model.vocab_size=257", "model.tie_weights=false"),
     "llama": ("model.vocab_size=257", "model.num_heads=8", "model.num_kv_heads=4"),
     "llama_tied": ("model.tie_weights=true", "model.num_heads=8", "model.num_kv_heads=4"),
@@ -93,7 +93,7 @@ def one_rank(ranks: Ranks) -> Callable[..., Record]:
 
 
 def reference_of(case: Case) -> tuple[str, ...]:
-    return *job(case.model, case.seq_len), *(option for option in case.options if option.startswith("model."))
+    return *job(case.model, case.seq_len), *(o for o in case.options if o.startswith("model."))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
