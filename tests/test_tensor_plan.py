@@ -435,3 +435,26 @@ def refuse_more(rank: int, world: int) -> None:
 
 def test_what_the_verb_does_not_take_is_refused(ranks):
     ranks.run(2, refuse_more)
+
+
+def uneven_rows(rank: int, world: int) -> None:
+    """257 rows over 2 and 4 ranks: the columns are cut; where these do not divide either, it is refused."""
+    dims = make_dims(dp_shard=4, tp=2)
+    model = make_model("llama", device="meta")
+    dtcp.apply_tensor_parallel(model, dims)
+    dtcp.apply_fsdp(model, dims)
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    assert model.token_embedding.weight.placements == (Shard(1), Shard(0))
+    for name, parameter in make_model("llama").named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
+    model = make_model("llama", dim=72, num_heads=4, num_kv_heads=4, device="meta")
+    model.token_embedding = nn.Embedding(257, 70, device="meta")
+    dtcp.apply_tensor_parallel(model, dims)
+    with pytest.raises(ValueError, match=r"shape \(257, 70\) over tp=2 and 4 ranks of fsdp; use rows.*vocab_size=258"):
+        dtcp.apply_fsdp(model, dims)
+
+
+@pytest.mark.slow
+def test_rows_that_tp_cuts_unevenly_are_right_under_fsdp(ranks):
+    ranks.run(8, uneven_rows, timeout=200)
