@@ -59,7 +59,7 @@ def slow(case: Case) -> object:
 CASES = [
     Case("mesh.tp=2", 2, "gpt", scattered, (PLAIN,)),
     slow(Case("mesh.tp=2", 2, "llama", tail, (PLAIN, COMPILED))),
-    Case("mesh.tp=2", 2, "llama", scattered),
+    slow(Case("mesh.tp=2", 2, "llama", scattered)),
     slow(Case("mesh.tp=2", 2, "llama_tied", tail, (COMPILED,))),
     slow(Case("mesh.tp=2", 2, "gpt_untied", nothing, ("training.local_batch_size=1",))),
     slow(Case("mesh.tp=2", 2, "gpt", scattered, (COMPILED,), 96)),
@@ -151,6 +151,7 @@ def bad_weight(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite_is_found_on_all_ranks(ranks):
     said = set(ranks.run(4, bad_weight))
     assert len(said) == 1
@@ -172,6 +173,7 @@ def half_precision(rank: int, world: int) -> Record:
     return record_run(rank, world, [*SHORT, "training.param_dtype=bfloat16"], nothing, (1,))
 
 
+@pytest.mark.slow
 def test_bfloat16_under_tp_is_bfloat16_of_one_rank(ranks, one_rank):
     """To the rounding of bfloat16: 2^-9 of each number, and sums of many."""
     reference = one_rank((*job("llama", 33, 3), "training.param_dtype=bfloat16"), nothing, (1,))

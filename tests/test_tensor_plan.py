@@ -172,7 +172,14 @@ def gradients_arrive(rank: int, world: int, kind: str, tied: bool) -> None:
         assert all(torch.equal(state[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize(("world", "kind", "tied"), [(2, "gpt", True), (4, "llama", False), (2, "llama", True)])
+@pytest.mark.parametrize(
+    ("world", "kind", "tied"),
+    [
+        (2, "gpt", True),
+        pytest.param(4, "llama", False, marks=pytest.mark.slow),
+        pytest.param(2, "llama", True, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_arrive_as_their_parameters_are_spread(ranks, world, kind, tied):
     ranks.run(world, gradients_arrive, kind, tied)
 
@@ -202,6 +209,7 @@ def gathered_logits(rank: int, world: int) -> None:
         check_gradients(model, kind, 12, tie_weights=tied)
 
 
+@pytest.mark.slow
 def test_logits_can_be_gathered(ranks):
     ranks.run(2, gathered_logits)
 
@@ -298,7 +306,7 @@ def count_sent(rank: int, world: int, kind: str, sequence_parallel: bool, num_la
     return [forward.sent, backward.sent]
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "gpt"), (4, "llama")])
+@pytest.mark.parametrize(("world", "kind"), [(2, "gpt"), pytest.param(4, "llama", marks=pytest.mark.slow)])
 def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(ranks, world, kind):
     """Of a layer, the second of two: 4 (t-1)/t·s·b·h·e forward and as many backward, with and without.
 
