@@ -38,9 +38,8 @@ def vocabulary_parallel_cross_entropy(logits: DTensor, labels: Tensor, *, ignore
     chunk = -(-vocab_size // mesh.size())
     start = min(mesh.get_local_rank() * chunk, vocab_size)
     assert local.size(-1) == min(chunk, vocab_size - start), (local.shape, vocab_size, start)
-    return _CrossEntropy.apply(
-        local.reshape(-1, local.size(-1)), labels.reshape(-1).to(torch.int64), start, ignore_index, mesh.get_group()
-    )
+    flat = local.reshape(labels.numel(), local.size(-1))
+    return _CrossEntropy.apply(flat, labels.reshape(-1).to(torch.int64), start, ignore_index, mesh.get_group())
 
 
 def _check(logits: DTensor, labels: Tensor) -> None:
@@ -78,15 +77,16 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()
         is_valid = labels != ignore_index
-        ctx.save_for_backward(logits, largest + log_sum, column, is_here, is_valid)
+        # Apart: their sum would be rounded to what a large logit leaves of float32.
+        ctx.save_for_backward(logits, largest, log_sum, column, is_here, is_valid)
         return torch.where(is_valid, log_sum - sums[1], 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        logits, lse, column, is_here, is_valid = ctx.saved_tensors
+        logits, largest, log_sum, column, is_here, is_valid = ctx.saved_tensors
         # Softmax minus one at the label, in place: one buffer of the logits' size.
-        grad = logits.to(lse.dtype, copy=True).sub_(lse[:, None]).exp_()
+        grad = logits.to(largest.dtype, copy=True).sub_(largest[:, None]).sub_(log_sum[:, None]).exp_()
         if grad.size(-1):
             grad.scatter_add_(1, column[:, None], -is_here.to(grad.dtype)[:, None])
         # where, not a product: what an ignored row holds must not get through, not even NaN.

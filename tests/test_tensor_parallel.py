@@ -5,7 +5,12 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from dtcp.train.config import compose_job_config
+from dtcp.train.nonfinite import NonFiniteError
+from dtcp.train.session import JobError
+from dtcp.train.trainer import Trainer
 from parity import DROPOUT, JOB, PEAKED, TINY, Ignored, Record, compare, nothing, record_run, scattered, tail
 from ranks import Ranks
 
@@ -31,10 +36,6 @@ class Case:
     ignored: Ignored
     options: tuple[str, ...] = ()
     seq_len: int = 97
-
-    @property
-    def overrides(self) -> list[str]:
-        return [*self.mesh.split(), *self.options, *job(self.model, self.seq_len)]
 
     def __str__(self) -> str:
         names = [self.model, self.mesh.replace("mesh.", "").replace(" ", ","), *self.options, self.ignored.__name__]
@@ -105,3 +106,78 @@ def test_training_on_a_mesh_with_tp_equals_one_rank(ranks, one_rank, case):
         difference = compare(run, reference)
         assert difference.is_within, f"rank {rank}: {difference}"
     assert reference.losses[-1] < reference.losses[0] - 0.2  # it does learn
+
+
+# ---- the trainer around it -------------------------------------------------------------------------------------------
+
+SHORT = [*job("llama", 33, 3), "mesh.tp=2"]
+
+
+def two_lines(rank: int, world: int, overrides: list[str]) -> str:
+    trainer = Trainer(compose_job_config(overrides))
+    assert trainer.layout.local_seq_len % 2 == 0
+    return trainer.describe()
+
+
+def test_the_job_says_how_it_is_cut(ranks):
+    assert "x cp 1 x tp 2 with sequence parallelism  attention" in ranks.run(2, two_lines, SHORT)[0]
+    plain = [*SHORT, PLAIN, "training.seq_len=34"]
+    assert "x cp 1 x tp 2  attention" in ranks.run(2, two_lines, plain)[0]
+
+
+def refuse_heads(rank: int, world: int) -> None:
+    Trainer(compose_job_config([*job("llama", 33), "mesh.tp=2", "model.num_kv_heads=1"]))
+
+
+def test_heads_that_ranks_cannot_share_end_the_job_on_all_ranks(ranks):
+    ranks.run_expecting(2, refuse_heads, JobError, r"num_kv_heads=1 and tp=2; use tp=1, and cp or dp_shard")
+
+
+def stop_one(rank: int, world: int) -> int:
+    trainer = Trainer(compose_job_config(SHORT))
+    return len(list(trainer.steps(stop_requested=lambda: rank == 1 and trainer.step == 1)))
+
+
+def test_all_ranks_stop_when_one_of_tp_is_asked_to(ranks):
+    assert ranks.run(2, stop_one) == [2, 2]
+
+
+def bad_weight(rank: int, world: int) -> str:
+    trainer = Trainer(compose_job_config([*SHORT, "mesh.cp=2"]))
+    trainer.train_step()
+    with torch.no_grad():
+        trainer.model.layers["0"].feed_forward.up.weight.mul_(float("nan"))
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train_step()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_not_finite_is_found_on_all_ranks(ranks):
+    said = set(ranks.run(4, bad_weight))
+    assert len(said) == 1
+    assert "first bad weight: layers.0.feed_forward.up.weight; first bad token: row 0, position 0" in said.pop()
+
+
+def different_rows(rank: int, world: int) -> None:
+    trainer = Trainer(compose_job_config(SHORT))
+    read = trainer.read_rows
+    trainer.read_rows = lambda step, rows: read(step + rank, rows)
+    trainer.train_step()
+
+
+def test_tp_ranks_that_read_different_rows_are_found_in_the_first_step(ranks):
+    ranks.run_expecting(2, different_rows, ValueError, r"hold different data: .*ranks \[0\] \| ranks \[1\]")
+
+
+def half_precision(rank: int, world: int) -> Record:
+    return record_run(rank, world, [*SHORT, "training.param_dtype=bfloat16"], nothing, (1,))
+
+
+@pytest.mark.slow
+def test_bfloat16_under_tp_is_bfloat16_of_one_rank(ranks, one_rank):
+    """To the rounding of bfloat16: 2^-9 of each number, and sums of many."""
+    reference = one_rank((*job("llama", 33, 3), "training.param_dtype=bfloat16"), nothing, (1,))
+    difference = compare(ranks.run(2, half_precision)[0], reference)
+    assert difference.loss < 1e-3
+    assert difference.grad_norm < 0.05

@@ -172,7 +172,14 @@ def gradients_arrive(rank: int, world: int, kind: str, tied: bool) -> None:
         assert all(torch.equal(state[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize(("world", "kind", "tied"), [(2, "gpt", True), (4, "llama", False), (2, "llama", True)])
+@pytest.mark.parametrize(
+    ("world", "kind", "tied"),
+    [
+        (2, "gpt", True),
+        pytest.param(4, "llama", False, marks=pytest.mark.slow),
+        pytest.param(2, "llama", True, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_arrive_as_their_parameters_are_spread(ranks, world, kind, tied):
     ranks.run(world, gradients_arrive, kind, tied)
 
@@ -202,6 +209,7 @@ def gathered_logits(rank: int, world: int) -> None:
         check_gradients(model, kind, 12, tie_weights=tied)
 
 
+@pytest.mark.slow
 def test_logits_can_be_gathered(ranks):
     ranks.run(2, gathered_logits)
 
@@ -298,7 +306,7 @@ def count_sent(rank: int, world: int, kind: str, sequence_parallel: bool, num_la
     return [forward.sent, backward.sent]
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "gpt"), (4, "llama")])
+@pytest.mark.parametrize(("world", "kind"), [(2, "gpt"), pytest.param(4, "llama", marks=pytest.mark.slow)])
 def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(ranks, world, kind):
     """Of a layer, the second of two: 4 (t-1)/t·s·b·h·e forward and as many backward, with and without.
 
@@ -442,3 +450,26 @@ def refuse_more(rank: int, world: int) -> None:
 
 def test_what_the_verb_does_not_take_is_refused(ranks):
     ranks.run(2, refuse_more)
+
+
+def uneven_rows(rank: int, world: int) -> None:
+    """257 rows over 2 and 4 ranks: the columns are cut; where these do not divide either, it is refused."""
+    dims = make_dims(dp_shard=4, tp=2)
+    model = make_model("llama", device="meta")
+    dtcp.apply_tensor_parallel(model, dims)
+    dtcp.apply_fsdp(model, dims)
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    assert model.token_embedding.weight.placements == (Shard(1), Shard(0))
+    for name, parameter in make_model("llama").named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
+    model = make_model("llama", dim=72, num_heads=4, num_kv_heads=4, device="meta")
+    model.token_embedding = nn.Embedding(257, 70, device="meta")
+    dtcp.apply_tensor_parallel(model, dims)
+    with pytest.raises(ValueError, match=r"shape \(257, 70\) over tp=2 and 4 ranks of fsdp; use rows.*vocab_size=258"):
+        dtcp.apply_fsdp(model, dims)
+
+
+@pytest.mark.slow
+def test_rows_that_tp_cuts_unevenly_are_right_under_fsdp(ranks):
+    ranks.run(8, uneven_rows, timeout=200)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from dtcp.mesh import ParallelDims
 
@@ -36,7 +37,7 @@ def apply_fsdp(
             keeps them in CPU memory. None leaves them on the device.
 
     Raises:
-        ValueError: If ``model.layers`` does not hold the blocks.
+        ValueError: If ``model.layers`` does not hold the blocks, or rows that tp cut unevenly can be cut no further.
     """
     mesh = dims.view("hsdp") if dims.dp_replicate > 1 else dims.view("fsdp")
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -47,7 +48,10 @@ def apply_fsdp(
             f"got {type(layers).__name__}; rename it, or call torch's fully_shard with dims.view('fsdp')"
         )
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
+    placement = functools.partial(_placement, num_shards=dims.view("fsdp").size())
+    shard = functools.partial(
+        fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, shard_placement_fn=placement
+    )
     for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         shard(block, reshard_after_forward=reshard_after_forward)
     shard(model, reshard_after_forward=False)
@@ -55,6 +59,35 @@ def apply_fsdp(
         # Gradients are shares. gloo has no PREMUL_SUM, which a divide factor alone would ask for.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
+    """Which dim FSDP2 cuts: the rows (None), or the columns where a DTensor could not say which rows a rank holds.
+
+    # Note [Uneven rows over tp and fsdp]
+    FSDP2 cuts the rows that tp has left on a rank. The placements of the result read the other way round: rows over
+    fsdp first, then those of a rank over tp. For 257 rows over 2 and 4 ranks the last ones hold 30 and 32, and read as
+    31 and 31: initial weights, full tensors and checkpoints would be wrong.
+    """
+    if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
+        return None
+    num_rows, tp = parameter.size(0), parameter.device_mesh.size()
+    held = [_chunk_sizes(rows, num_shards) for rows in _chunk_sizes(num_rows, tp)]
+    if all(list(of_ranks) == _chunk_sizes(sum(of_ranks), tp) for of_ranks in zip(*held, strict=True)):
+        return None
+    if parameter.ndim > 1 and parameter.size(1) % num_shards == 0:
+        return Shard(1)
+    raise ValueError(
+        f"apply_fsdp cannot cut a parameter of shape {tuple(parameter.shape)} over tp={tp} and {num_shards} ranks of "
+        f"fsdp; use rows, for instance vocab_size={-(-num_rows // tp) * tp}, that are a multiple of tp, or columns "
+        f"that are a multiple of {num_shards}"
+    )
+
+
+def _chunk_sizes(size: int, num_chunks: int) -> list[int]:
+    """Sizes of the parts as ``torch.chunk`` deals them, with those that are empty."""
+    chunk = -(-size // num_chunks)
+    return [max(0, min(chunk, size - i * chunk)) for i in range(num_chunks)]
 
 
 def set_last_microbatch(model: nn.Module, is_last: bool) -> None:
