@@ -73,13 +73,13 @@ def linear_token_loss(
         _check(hidden, weight, labels, bias, chunk_tokens)
         hidden, weight, bias = _autocast(hidden, weight, bias)
         _check_alike(hidden, weight, bias, labels)
+        labels = _local(labels)
+        num_valid_tokens = resolve_count(num_valid_tokens, labels, mesh=mesh, ignore_index=ignore_index)
     except ValueError as error:
         _tell_others(group_name, hidden, error)
         raise
     hidden, sums_hidden = _whole_hidden(hidden, group_name)
-    weight, labels = _local(weight), _local(labels)
-    bias = None if bias is None else _local(bias)
-    num_valid_tokens = resolve_count(num_valid_tokens, labels, mesh=mesh, ignore_index=ignore_index)
+    weight, bias = _local(weight), None if bias is None else _local(bias)
     # Inside the op nothing requires grad.
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     total = forward_op(hidden, weight, bias, labels, ignore_index, chunk_tokens, group_name, sums_hidden, *needs)[0]

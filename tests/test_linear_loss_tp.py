@@ -216,6 +216,8 @@ def call_unlike(rank: int, world: int, unlike: str) -> None:
                 options["bias"] = bias.chunk(world)[rank]
             case "refused":
                 hidden = hidden.float()
+            case "count":
+                options["num_valid_tokens"] = -1
             case "gradient":
                 hidden.requires_grad_()
     dtcp.linear_token_loss(hidden, weight, labels, **options)
@@ -232,6 +234,7 @@ def call_unlike(rank: int, world: int, unlike: str) -> None:
         ("bias", ValueError, "has a bias differs"),
         ("gradient", ValueError, "requires_grad of hidden differs"),
         ("refused", Exception, r"refused their arguments|weight in the dtype of hidden"),
+        ("count", Exception, r"refused their arguments|num_valid_tokens must be at least 0, got -1"),
     ],
 )
 def test_ranks_that_pass_other_things_are_refused_on_every_rank(ranks, unlike, error, message):

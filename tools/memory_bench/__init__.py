@@ -1,0 +1,1 @@
+"""The measurements of tools/bench_memory.py."""

@@ -1,0 +1,78 @@
+"""What the blocks of a Llama keep between forward and backward, by the mode of activation checkpointing."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import dtcp
+from dtcp.models import build_model
+from live_bytes import peak_live_bytes
+from memory_bench.steps import MIB, measure_steps
+
+HELP = "activation checkpointing: none, full, selective, every second block"
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "selective, matmuls saved": {"mode": "selective", "save_matmuls": True},
+    "full, every 2nd block": {"mode": "full", "every": 2},
+    "selective": {"mode": "selective"},
+    "full": {"mode": "full"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--layers", type=int, default=4, metavar="L", help="blocks (4)")
+    add("--dim", type=int, default=256, metavar="D", help="256, with 4 heads and 2 key heads")
+    add("--tokens", type=int, default=2048, metavar="S", help="2048")
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A record for each mode."""
+    tokens = torch.randint(64, (1, arguments.tokens), generator=torch.Generator().manual_seed(0))
+    models, dim = {}, arguments.dim
+    for name, options in MODES.items():
+        models[name] = build_model(
+            "llama_tiny", num_layers=arguments.layers, dim=dim, ffn_dim=11 * dim // 4, vocab_size=64
+        )
+        dtcp.apply_activation_checkpointing(models[name], **options)
+    kept = {name: _kept_bytes(model, tokens) for name, model in models.items()}
+
+    def step(model: nn.Module) -> None:
+        model(tokens).square().mean().backward()
+        model.zero_grad()
+
+    records = measure_steps({name: functools.partial(step, model) for name, model in models.items()}, arguments.repeats)
+    sizes = {name: getattr(arguments, name) for name in ("layers", "dim", "tokens")}
+    return [
+        {"way": name, **sizes, "kept_bytes": kept[name], "kept_ratio": kept[name] / kept["none"], **record}
+        for name, record in records.items()
+    ]
+
+
+def _kept_bytes(model: nn.Module, tokens: torch.Tensor) -> int:
+    with peak_live_bytes() as live:
+        loss = model(tokens).square().mean()
+        kept = live.live
+        loss.backward()
+    model.zero_grad()
+    return kept
+
+
+def print_tables(console: Console, records: list[dict[str, Any]]) -> None:
+    sizes = records[0]
+    table = Table(title=f"{sizes['layers']} blocks, D {sizes['dim']}, {sizes['tokens']} tokens, float32")
+    for name in ("checkpointing", "kept MiB", "ratio", "peak MiB", "seconds", "ratio"):
+        table.add_column(name, justify="left" if name == "checkpointing" else "right")
+    for r in records:
+        table.add_row(
+            r["way"], f"{r['kept_bytes'] / MIB:,.1f}", f"{r['kept_ratio']:.2f}", f"{r['peak_bytes'] / MIB:,.1f}",
+            f"{r['seconds']:.2f}", f"{r['seconds_ratio']:.2f}",
+        )  # fmt: skip
+    console.print(table)

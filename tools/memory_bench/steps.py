@@ -1,0 +1,36 @@
+"""Time and count the bytes of several ways of taking the same step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from live_bytes import peak_live_bytes
+
+Step = Callable[[], Any]
+"""Forward and backward; takes back what it leaves behind, gradients for instance."""
+
+MIB = 2**20
+
+
+def measure_steps(steps: dict[str, Step], repeats: int) -> dict[str, dict[str, Any]]:
+    """Return ``peak_bytes``, ``seconds`` (the median) and both as ratios to the first of ``steps``, by its name."""
+    records: dict[str, dict[str, Any]] = {}
+    for name, step in steps.items():
+        with peak_live_bytes() as live:
+            step()
+        records[name] = {"peak_bytes": live.peak}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():  # in turn: what else the machine does weighs on all of them
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    first = next(iter(steps))
+    for name, record in records.items():
+        record["seconds"] = statistics.median(seconds[name])
+        record["peak_ratio"] = record["peak_bytes"] / records[first]["peak_bytes"]
+        record["seconds_ratio"] = record["seconds"] / records[first]["seconds"]
+    return records
