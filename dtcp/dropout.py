@@ -174,7 +174,7 @@ class Dropout(nn.Module):
         word ^= high
         word *= -0x3D4D51CB
         word &= 0x7FFFFFFF
-        keep = word >= round(self.p * 2**31)
+        keep = word >= min(round(self.p * 2**31), 2**31 - 1)
         return torch.where(keep, x, 0.0) * (1 / (1 - self.p))
 
     def _drop_shards(self, x: Any, keys: Tensor) -> Tensor:
@@ -278,9 +278,9 @@ class ModelWithDropout(nn.Module):
         self._dropout_state = None  # a copy has to be told its own step: only then can a recomputation restore it
 
     @property
-    def drops(self) -> bool:
-        """Whether a forward drops anything now."""
-        return any(isinstance(module, Dropout) and module.training and module.p > 0 for module in self.modules())
+    def has_dropout(self) -> bool:
+        """Whether a forward drops anything in training."""
+        return any(isinstance(module, Dropout) and module.p > 0 for module in self.modules())
 
     def set_dropout_step(self, step: int | None, rows: Sequence[int] | Tensor | None = None) -> None:
         """Tell the optimizer step and the rows of the global batch of the next forwards.

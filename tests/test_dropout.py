@@ -235,6 +235,11 @@ def test_evaluation_returns_its_input():
     assert dtcp.Dropout(0.5, name="d").eval()(x, keys(rows=[0, 1], size=16)) is x
 
 
+@pytest.mark.parametrize("p", [1e-12, 1 - 1e-12])
+def test_probabilities_below_the_resolution(p):
+    assert abs(kept(keys(), p).double().mean().item() - (1 - p)) < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(0, 16, 8), (2, 0, 8), (2, 16, 0)])
 def test_empty_inputs(shape):
     token_keys = dtcp.dropout_keys(0, 0, range(shape[0]), torch.arange(shape[1]))

@@ -195,7 +195,7 @@ def set_sequence(
     modules = [module for module in model.modules() if isinstance(module, _ContextParallelModule)]
     if step is None and rows is not None:
         step = 0
-    with_dropout = [module for module in model.modules() if isinstance(module, ModelWithDropout)]
+    with_dropout = [module for module in model.modules() if isinstance(module, ModelWithDropout) and module.has_dropout]
     if not modules and (step is None or not with_dropout):
         raise ValueError(
             "set_sequence found no context parallel module; give ContextParallel to parallelize_module for the "
@@ -219,7 +219,7 @@ def _check_rows(
     models: list[ModelWithDropout], layout: SequenceLayout, step: int | None, rows: Sequence[int] | Tensor | None
 ) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if step is not None and rows is None and world != layout.cp and any(model.drops for model in models):
+    if step is not None and rows is None and world != layout.cp and any(model.training for model in models):
         raise ValueError(
             f"on {world} ranks with cp={layout.cp} dropout has to know which rows of the global batch this rank holds, "
             "got rows=None; pass set_sequence(..., rows=range(first_row, first_row + B))"
