@@ -90,6 +90,20 @@ class TrainingConfig:
 
 
 @dataclass(slots=True)
+class EvaluationConfig:
+    every: int = MISSING  # steps; 0: never
+    batches: int | None = MISSING  # of global_batch_size held-out rows; null: all of them
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    every: int = MISSING  # steps; 0: never
+    keep: int = MISSING  # newest ones; 0: all
+    asynchronous: bool = MISSING  # files are written while training goes on
+    resume: str = MISSING  # auto, never, or the folder of a checkpoint or of a run
+
+
+@dataclass(slots=True)
 class RunConfig:
     name: str | None = MISSING  # null: model and time
     dir: str = MISSING  # folder of all runs
@@ -112,6 +126,8 @@ class JobConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     device: Device = MISSING
