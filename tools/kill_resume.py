@@ -26,10 +26,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = (
-    "model=llama_tiny model.num_layers=2 model.dim=64 model.ffn_dim=160 training.seq_len=65 "
-    "training.global_batch_size=4 training.steps=30 checkpoint.every=3 device=cpu lr_scheduler.warmup_steps=3"
-).split()
+JOB = [
+    "model=llama_tiny",
+    "model.num_layers=2",
+    "model.dim=64",
+    "model.ffn_dim=160",
+    "training.seq_len=65",
+    "training.global_batch_size=4",
+    "training.steps=30",
+    "checkpoint.every=3",
+    "lr_scheduler.warmup_steps=3",
+    "device=cpu",
+]
 MESH, OTHER_MESH = ["mesh.cp=2"], ["mesh.cp=1"]
 SLOW_SAVE_SECONDS = 0.4
 TIMEOUT_SECONDS = 300.0
@@ -215,7 +223,9 @@ def main() -> int:
 
 def print_row(number: int, row: dict[str, Any]) -> None:
     if number == 0:
-        print(f"{'kill':>4}{'in':>10}{'logged':>8}{'newest':>15}{'half-written':>14}{'same mesh':>11}{'other mesh':>12}")
+        print(
+            f"{'kill':>4}{'in':>10}{'logged':>8}{'newest':>15}{'half-written':>14}{'same mesh':>11}{'other mesh':>12}"
+        )
     print(
         f"{number + 1:4d}{row['kill']:>10}{row['logged']:8d}{row['newest']:>15}"
         f"{'yes' if row['half_written'] else 'no':>14}{'bitwise' if row['bitwise'] else 'DIFFERENT':>11}"

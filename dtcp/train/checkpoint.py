@@ -63,8 +63,7 @@ class Checkpointer:
             return
         with agreed():
             if dist.get_rank() == 0:
-                self._checkpoints.mkdir(parents=True, exist_ok=True)
-                remove_left_overs(self._checkpoints)
+                _make_folder(self._checkpoints)
         self._group = dist.new_group(backend="gloo")
 
     @property
@@ -94,7 +93,8 @@ class Checkpointer:
         state = state_tensors(self._model, self._optimizer)
         writer = AtomicWriter(checkpoint_folder(self._checkpoints, step), description, keep=self._config.keep)
         if self._config.asynchronous if asynchronous is None else asynchronous:
-            self._pending = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            saving = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            self._pending = saving if isinstance(saving, Future) else saving.upload_completion
         else:
             self._pending = _run(lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
             self.wait()
@@ -184,6 +184,17 @@ def load_tensors(checkpoint: Path, description: dict[str, Any], tensors: dict[st
             error = caught
         if error is not None:
             raise damaged(checkpoint, _first_failure(error)) from error
+
+
+def _make_folder(checkpoints: Path) -> None:
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_left_overs(checkpoints)
+    except OSError as error:
+        raise OSError(
+            f"cannot make {checkpoints}: {error.strerror or error}; set run.dir to a folder you can write to, or "
+            "checkpoint.every=0"
+        ) from error
 
 
 def _read_index(checkpoint: Path, reader: dcp.FileSystemReader) -> dict[str, Any]:
