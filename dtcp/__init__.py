@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtcp.layout import SequenceLayout, Tile, make_layout
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
+    from dtcp.models.hf import load_safetensors, save_safetensors
     from dtcp.parallelize.context import ContextParallel, set_sequence
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
@@ -41,9 +42,11 @@ _HOME = {
     "context_parallel_attention": "dtcp.attention.api",
     "context_parallel_unshard": "dtcp.dispatch.unshard",
     "count_valid_tokens": "dtcp.loss",
+    "load_safetensors": "dtcp.models.hf",
     "make_layout": "dtcp.layout",
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
+    "save_safetensors": "dtcp.models.hf",
     "set_sequence": "dtcp.parallelize.context",
     "token_loss": "dtcp.loss",
 }
@@ -62,9 +65,11 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_unshard",
     "count_valid_tokens",
+    "load_safetensors",
     "make_layout",
     "reduce_gradients",
     "reference_attention",
+    "save_safetensors",
     "set_sequence",
     "shard",
     "shift_labels",

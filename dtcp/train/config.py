@@ -137,9 +137,10 @@ def register_schemas() -> None:
     """Tell hydra's ConfigStore the schema and the model group: a choice for each preset, with all of its values."""
     store = ConfigStore.instance()
     store.store(name="schema", node=JobConfig)
-    schemas = {kind: _open_twin(kind, name=str) for kind in (GPTConfig, LlamaConfig)}
+    more = {"name": str, "weights": str | None}  # weights: a folder in Hugging Face's form; null: drawn from the seed
+    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig)}
     for name, preset in PRESETS.items():
-        store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name))
+        store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name, weights=None))
 
 
 def to_job_config(config: DictConfig) -> JobConfig:
@@ -191,6 +192,7 @@ def to_model_config(model: Any) -> GPTConfig | LlamaConfig:
         ValueError: If the sizes do not fit each other.
     """
     values = dataclasses.asdict(model)
+    del values["weights"]
     return model_config(values.pop("name"), **values)
 
 
@@ -203,7 +205,7 @@ def to_data_config(data: Any) -> DataConfig:
     return DataConfig(**dataclasses.asdict(data))
 
 
-def _open_twin(kind: type, **more: type) -> type:
+def _open_twin(kind: type, **more: Any) -> type:
     """The dataclass ``kind`` without ``frozen``, which hydra would refuse to override; a value comes from outside.
 
     Args:

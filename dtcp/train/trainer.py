@@ -20,6 +20,7 @@ from dtcp.layout import make_layout
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama, build_model
+from dtcp.models.hf import check_hf_config, load_safetensors
 from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.fsdp import set_last_microbatch
 from dtcp.parallelize.gradients import clip_grad_norm_
@@ -77,6 +78,8 @@ class Trainer:
             )
             check_vocabulary(self.dataset.tokenizer.vocab_size, self.model_config.vocab_size, config.model.name)
             check_checkpoint_config(config.checkpoint)
+            if config.model.weights is not None:
+                check_hf_config(self.model_config, Path(config.model.weights).expanduser())
             self.evaluation = Evaluation(config.evaluation, self.dataset, config.training.global_batch_size)
         self.dims.build_mesh(self.device.type)
         self.rows = deal_microbatches(
@@ -132,6 +135,8 @@ class Trainer:
         model = build_model(self.model_config, device="meta")
         with agreed():
             parallelize_for_training(model, self.dims, self.config, self.device)
+            if self.config.model.weights is not None:
+                load_safetensors(model, self.config.model.weights)
         return model
 
     def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
