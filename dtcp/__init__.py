@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
+    from dtcp.models.hf import load_safetensors, save_safetensors
     from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel, set_sequence
     from dtcp.parallelize.dropout import SequenceParallelDropout
@@ -59,10 +60,12 @@ _HOME = {
     "count_valid_tokens": "dtcp.loss",
     "dropout_keys": "dtcp.dropout",
     "linear_token_loss": "dtcp.linear_loss",
+    "load_safetensors": "dtcp.models.hf",
     "make_layout": "dtcp.layout",
     "name_dropouts": "dtcp.dropout",
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
+    "save_safetensors": "dtcp.models.hf",
     "set_sequence": "dtcp.parallelize.context",
     "tensor_parallel_plan": "dtcp.parallelize.tensor",
     "token_loss": "dtcp.loss",
@@ -93,11 +96,13 @@ __all__ = [
     "count_valid_tokens",
     "dropout_keys",
     "linear_token_loss",
+    "load_safetensors",
     "make_layout",
     "name_dropouts",
     "parallelize",
     "reduce_gradients",
     "reference_attention",
+    "save_safetensors",
     "set_sequence",
     "shard",
     "shift_labels",

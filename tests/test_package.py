@@ -44,7 +44,7 @@ LAYERS = [
     ["parallelize"],
     ["integrations", "plan"],
     ["train"],
-    ["train.__main__", "doctor"],
+    ["train.__main__", "doctor", "export"],
 ]
 
 FORBIDDEN_ON_IMPORT = ["torchtitan", "transformers", "hydra", "omegaconf", "tensordict", "torch.distributed.pipelining"]

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
 from dtcp.train.config import register_schemas, to_job_config
-from dtcp.train.run_folder import open_run_folder
+from dtcp.train.run_folder import find_start, open_run_folder
 from dtcp.train.session import JobError, Session, StopSignal, leave, report, start_session
 from dtcp.train.trainer import Trainer
 
@@ -27,7 +27,11 @@ def run(config: DictConfig) -> None:
         job = to_job_config(config)
         session = start_session(job.device)
         trainer = Trainer(job, session.device)
-        folder = open_run_folder(job.run, job.model.name)
+        start = find_start(job.run, job.checkpoint.resume)
+        if start.checkpoint is not None:
+            trainer.load(start.checkpoint)  # before the folder is touched: a wrong checkpoint leaves it as it is
+        last_step = trainer.step if start.continues else None
+        folder = open_run_folder(job.run, job.model.name, continue_from_step=last_step)
         with StopSignal() as signal:
             trainer.train(folder, stop_requested=lambda: signal.number != 0)
     except KeyboardInterrupt:

@@ -121,6 +121,20 @@ class TrainingConfig:
 
 
 @dataclass(slots=True)
+class EvaluationConfig:
+    every: int = MISSING  # steps; 0: never
+    batches: int | None = MISSING  # of global_batch_size held-out rows; null: all of them
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    every: int = MISSING  # steps; 0: never
+    keep: int = MISSING  # newest ones; 0: all
+    asynchronous: bool = MISSING  # files are written while training goes on
+    resume: str = MISSING  # auto, never, or the folder of a checkpoint or of a run
+
+
+@dataclass(slots=True)
 class RunConfig:
     name: str | None = MISSING  # null: model and time
     dir: str = MISSING  # folder of all runs
@@ -146,6 +160,8 @@ class JobConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     device: Device = MISSING
@@ -155,9 +171,10 @@ def register_schemas() -> None:
     """Tell hydra's ConfigStore the schema and the model group: a choice for each preset, with all of its values."""
     store = ConfigStore.instance()
     store.store(name="schema", node=JobConfig)
-    schemas = {kind: _open_twin(kind, name=str) for kind in (GPTConfig, LlamaConfig)}
+    more = {"name": str, "weights": str | None}  # weights: a folder in Hugging Face's form; null: drawn from the seed
+    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig)}
     for name, preset in PRESETS.items():
-        store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name))
+        store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name, weights=None))
 
 
 def to_job_config(config: DictConfig) -> JobConfig:
@@ -209,6 +226,7 @@ def to_model_config(model: Any) -> GPTConfig | LlamaConfig:
         ValueError: If the sizes do not fit each other.
     """
     values = dataclasses.asdict(model)
+    del values["weights"]
     return model_config(values.pop("name"), **values)
 
 
@@ -221,7 +239,7 @@ def to_data_config(data: Any) -> DataConfig:
     return DataConfig(**dataclasses.asdict(data))
 
 
-def _open_twin(kind: type, **more: type) -> type:
+def _open_twin(kind: type, **more: Any) -> type:
     """The dataclass ``kind`` without ``frozen``, which hydra would refuse to override; a value comes from outside.
 
     Args:

@@ -7,9 +7,11 @@ says so.
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import torch
@@ -76,11 +78,15 @@ class MetricsLog:
         self._stack.close()
         self._file = self._progress = None
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append to the file, flushed, and print."""
+    def write(self, metrics: StepMetrics, more: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Append to the file, flushed, and print.
+
+        Args:
+            more: Further keys of the step's line.
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write(json.dumps(asdict(metrics) | dict(more)) + "\n")
         self._file.flush()
         self.say(format_step(metrics, self._device))
         if self._progress is not None and self._bar is not None:

@@ -31,6 +31,15 @@ def make_lr_scheduler(optimizer: torch.optim.Optimizer, config: LRSchedulerConfi
     return LambdaLR(optimizer, partial(lr_factor, config=config, num_steps=num_steps))
 
 
+def set_schedule_step(scheduler: LambdaLR, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Put the schedule where it is after ``step`` steps: the learning rate is a function of the step alone."""
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    position = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+    scheduler.load_state_dict(scheduler.state_dict() | position)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def lr_factor(step: int, *, config: LRSchedulerConfig, num_steps: int) -> float:
     """Share of the peak learning rate at ``step``.
 

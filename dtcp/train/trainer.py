@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from dtcp.linear_loss import linear_token_loss
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.models import build_model
+from dtcp.models.hf import check_hf_config, load_safetensors
 from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.fsdp import set_last_microbatch
 from dtcp.parallelize.gradients import clip_grad_norm_
@@ -29,11 +31,15 @@ from dtcp.parallelize.pipeline import Pipeline
 from dtcp.parallelize.stages import check_num_microbatches
 from dtcp.shard import check_same_batch
 from dtcp.train.batch import Microbatch, cut, deal_microbatches
+from dtcp.train.checkpoint import Checkpointer, check_checkpoint_config, load_tensors, state_tensors
+from dtcp.train.checkpoint_files import read_description
 from dtcp.train.config import JobConfig, MeshConfig, to_data_config, to_model_config
 from dtcp.train.data import make_dataset
+from dtcp.train.description import changed_settings, check_description, describe_job
+from dtcp.train.evaluation import Evaluation, EvaluationMetrics, as_record
 from dtcp.train.metrics import MetricsLog, StepMetrics, peak_flops, peak_memory_gib
 from dtcp.train.nonfinite import refuse_non_finite
-from dtcp.train.optimizer import make_lr_scheduler, make_optimizer
+from dtcp.train.optimizer import make_lr_scheduler, make_optimizer, set_schedule_step
 from dtcp.train.parallel import parallelize_for_training
 from dtcp.train.run_folder import CONFIG_FILE, METRICS_FILE
 from dtcp.train.session import agreed
@@ -80,6 +86,10 @@ class Trainer:
                 to_data_config(config.data), seq_len=config.training.seq_len, seed=config.debug.seed
             )
             check_vocabulary(self.dataset.tokenizer.vocab_size, self.model_config.vocab_size, config.model.name)
+            check_checkpoint_config(config.checkpoint)
+            if config.model.weights is not None:
+                check_hf_config(self.model_config, Path(config.model.weights).expanduser())
+            self.evaluation = Evaluation(config.evaluation, self.dataset, config.training.global_batch_size)
         self.dims.build_mesh(self.device.type)
         self.rows = deal_microbatches(
             config.training.global_batch_size,
@@ -95,13 +105,52 @@ class Trainer:
         self.scheduler = make_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.step = 0
         self.tokens_seen = 0
+        self.changed_settings: list[str] = []
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint, made on any mesh; the data and the learning rate follow from its step. Collective.
+
+        What the job was configured to do otherwise than the one that saved, and may, goes to ``changed_settings``.
+
+        Raises:
+            ValueError: If the checkpoint is damaged, or of a job whose loss curve would be another one; names the keys.
+                JobError on all ranks of several.
+        """
+        with agreed():
+            saved = read_description(checkpoint)
+            mine = describe_job(self.config, self.model_config, self.dataset, self.optimizer)
+            check_description(checkpoint, saved, mine, self.dataset)
+        load_tensors(checkpoint, saved, state_tensors(self.model, self.optimizer))
+        self.changed_settings = changed_settings(saved, mine)
+        self.step, self.tokens_seen = saved["step"], saved["tokens_seen"]
+        set_schedule_step(self.scheduler, self.optimizer, self.step)
+
+    def description(self) -> dict[str, Any]:
+        """What is said about a checkpoint of this job beside its tensors; JSON types."""
+        job = describe_job(self.config, self.model_config, self.dataset, self.optimizer)
+        return job | {"version": dtcp.__version__, "step": self.step, "tokens_seen": self.tokens_seen}
+
+    def evaluate(self) -> EvaluationMetrics:
+        """Return the loss of the held-out rows that the configuration asks for; needs ``evaluation.every`` > 0."""
+        return self.evaluation.run(self.model, self.forward, self._read_evaluation(), self.dims.view("loss"))
+
+    def _read_evaluation(self) -> Iterator[Microbatch]:
+        if self.dims.cp > 1:
+            set_sequence(self.model, self.layout)
+        for batch in range(self.evaluation.num_batches):
+            for row_indices in self.rows:
+                tokens, labels = (x.to(self.device) for x in self.evaluation.read_rows(batch, row_indices))
+                yield cut(tokens, labels, row_indices, mesh=self.dims.view("cp"), layout=self.layout)
 
     def _build_model(self) -> nn.Module:
         """The model, or this rank's stages of it."""
         seed_everything(self.config.debug.seed, deterministic=self.config.debug.deterministic)
-        model = build_model(self.model_config, device="meta")
+        whole = build_model(self.model_config, device="meta")
         with agreed():
-            return parallelize_for_training(model, self.dims, self.config, self.device)
+            model = parallelize_for_training(whole, self.dims, self.config, self.device)
+            if self.config.model.weights is not None:
+                load_safetensors(model, self.config.model.weights)
+        return model
 
     def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return tokens and labels of rows of the global batch of ``step`` (from 0): int64 (B, S) each, on the CPU.
@@ -224,7 +273,7 @@ class Trainer:
             yield metrics
 
     def train(self, folder: Path, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
-        """Take the steps that are left; rank 0 prints them and writes config.yaml and metrics.jsonl.
+        """Take the steps that are left, evaluate and save; rank 0 prints and writes config.yaml and metrics.jsonl.
 
         Args:
             folder: Exists; see `dtcp.train.run_folder.open_run_folder`.
@@ -236,10 +285,23 @@ class Trainer:
         metrics_file = folder / METRICS_FILE if is_writer else None
         with MetricsLog(metrics_file, num_steps=self.config.training.steps, device=self.device) as log:
             log.say(self.describe())
-            for metrics in self.steps(stop_requested=stop_requested):
-                log.write(metrics)
+            self._train(folder, log, stop_requested)
             if self.step < self.config.training.steps:
                 log.say(f"stopped by a signal after step {self.step}")
+
+    def _train(self, folder: Path, log: MetricsLog, stop_requested: Callable[[], bool]) -> None:
+        for line in ([f"resumed after step {self.step}"] if self.step else []) + self.changed_settings:
+            log.say(line)
+        checkpoint, num_steps = self.config.checkpoint, self.config.training.steps
+        with Checkpointer(checkpoint, folder, self.model, self.optimizer, step=self.step) as checkpoints:
+            # A rank whose save in the background failed has all stop; `finish` then raises on all of them.
+            for metrics in self.steps(stop_requested=lambda: stop_requested() or checkpoints.has_failed):
+                evaluated = self.evaluate() if self.evaluation.is_due(self.step, num_steps) else None
+                log.write(metrics, as_record(evaluated))
+                if evaluated is not None:
+                    log.say(f"held out after step {self.step}:  {evaluated}")
+                checkpoints.save_if_due(self.step, self.description)
+            checkpoints.finish(self.step, self.description)
 
     def describe(self) -> str:
         """The job in two lines: what is trained, and how it is cut."""
