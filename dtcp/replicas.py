@@ -51,6 +51,25 @@ def expect_equal_gradients(group: dist.ProcessGroup) -> None:
         _remove_hook = register_optimizer_step_pre_hook(_before_step).remove
 
 
+def refuse_ddp(group_name: str) -> None:
+    """Raise inside the forward of a DistributedDataParallel that spans ranks of the group.
+
+    It would have given every rank the buffers of one, cut ones too, and is going to average what are shares of a sum.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return
+    shared = {*dist.get_process_group_ranks(ddp.process_group)} & {
+        *dist.get_process_group_ranks(resolve_group(group_name))
+    }
+    if len(shared) > 1:
+        raise NotImplementedError(
+            f"DistributedDataParallel over the context parallel ranks {sorted(shared)} would give each of them the "
+            "buffers of the first, and average gradients that have to be added; use dtcp.apply_fsdp(model, dims) or "
+            "dtcp.reduce_gradients(model, dims), or DDP over data parallel ranks only (process_group=)"
+        )
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _remove_hook
     if torch.compiler.is_compiling():

@@ -53,7 +53,6 @@ CASES = {
     "reduce_gradients, with accumulation": False,
     "reduce_gradients, two optimizers": False,
     "apply_fsdp": False,
-    "DDP": False,
     "all_reduce": False,
     "no_grad": False,
     "frozen": False,
@@ -86,8 +85,6 @@ def train(case: str, world: int) -> nn.Module:
         dtcp.apply_fsdp(model, dims)
         parameters = list(model.parameters())
     run = torch.compile(model, backend="aot_eager") if case == "nothing, compiled" else model
-    if case == "DDP":
-        run = nn.parallel.DistributedDataParallel(model)
     parts = [parameters[:1], parameters[1:]] if "two optimizers" in case else [parameters]
     optimizers = [torch.optim.SGD(part, lr=1e-3) for part in parts]
     for _ in range(STEPS):

@@ -38,7 +38,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool,
                 "F.scaled_dot_product_attention, which takes DTensors"
             )
         if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{name} must be a non-empty 4-D tensor in {qkv_format} order, got shape {tuple(x.shape)}")
+            more = "; flatten the dims before the heads into one (x.flatten(0, -4))" if x.ndim > 4 else ""
+            raise ValueError(
+                f"{name} must be a non-empty 4-D tensor in {qkv_format} order, got shape {tuple(x.shape)}{more}"
+            )
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
     for what, of in (("dtype", lambda x: x.dtype), ("device", lambda x: x.device), ("batch size", lambda x: x.size(0))):

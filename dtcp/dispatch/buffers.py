@@ -248,9 +248,9 @@ def _unpack(packed: _Saved) -> Any:
     return saved
 
 
-def refuse_graph(buffers: Any) -> None:
+def refuse_graph(buffer: Any, buffer_name: str) -> None:
     """Raise ValueError if a buffer needs a gradient: its contents cannot be exchanged behind autograd's back."""
-    for name, tensor in named_tensors(buffers):
+    for name, tensor in named_tensors(buffer, buffer_name):
         if tensor.requires_grad:
             raise ValueError(
                 f"buffer {name} needs a gradient (shape {tuple(tensor.shape)}), so it cannot be cut in place; cut it "

@@ -175,7 +175,7 @@ def _cut_buffers(
     containers: list[tuple[Any, list[int]]] = []
     outer = current.frame.buffers if current.frame is not None else None
     for index, (buffer, dim, pad_value) in enumerate(buffers):
-        refuse_graph(buffer)
+        refuse_graph(buffer, str(index))
         for name, tensor in _held_tensors(buffer, str(index)):
             if outer is not None and outer.cut_by(tensor):
                 raise ValueError(

@@ -13,13 +13,18 @@ from dtcp.recompute import Restore, captures_state, restores_absence
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[None]:
     """Make ``frame`` the current one of this thread, with redirected attention and local buffers."""
-    previous = current.frame
     with redirected_attention(), frame.buffers.local():
-        current.frame = frame
+        entry, is_last = current.enter(frame), False
         try:
             yield
         finally:
-            current.frame = previous
+            is_last = current.leave(entry)
+        if not is_last:
+            raise RuntimeError(
+                "a context_parallel ended that was not the innermost of its thread, so attention in between was of the "
+                "wrong context; end contexts in the reverse order. A generator or a coroutine that is suspended inside "
+                "one leaves it active for all that its thread does meanwhile: enter and leave within one step of it"
+            )
 
 
 @contextlib.contextmanager
@@ -30,11 +35,12 @@ def _left() -> Iterator[None]:
         yield
         return
     with previous.buffers.whole():
-        current.frame, current.is_left = None, True
+        entry, current.is_left = current.enter(None), True
         try:
             yield
         finally:
-            current.frame, current.is_left = previous, False
+            current.leave(entry)
+            current.is_left = False
 
 
 @contextlib.contextmanager

@@ -35,9 +35,35 @@ class Frame:
     buffers: LocalBuffers
 
 
+class Entry:
+    """Of this thread into a frame, or out of all of them (None), until it ends; a frame may be entered again."""
+
+    def __init__(self, frame: Frame | None) -> None:
+        self.frame = frame
+
+
 class _Current(threading.local):
-    frame: Frame | None = None
+    frame: Frame | None = None  # of the last entry
     is_left = False  # for a while, for what ran outside; the context of this thread has not ended
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def enter(self, frame: Frame | None) -> Entry:
+        """Make ``frame`` the current one until `leave`."""
+        entry = Entry(frame)
+        self.entries.append(entry)
+        self.frame = frame
+        return entry
+
+    def leave(self, entry: Entry) -> bool:
+        """End an entry; return whether it was the last of this thread, as it should be."""
+        if entry not in self.entries:  # a generator that is finalized in another thread
+            return False
+        is_last = self.entries[-1] is entry
+        self.entries.remove(entry)
+        self.frame = self.entries[-1].frame if self.entries else None
+        return is_last
 
 
 current = _Current()

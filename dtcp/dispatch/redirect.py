@@ -26,6 +26,7 @@ from dtcp.dispatch.frames import current, is_traced
 from dtcp.dispatch.operators import KEYS, put_refusals, refuse_math, registrations
 from dtcp.dispatch.untraced import untraced
 from dtcp.recompute import checkpoint_patch
+from dtcp.replicas import refuse_ddp
 
 _builtin = torch._C._nn.scaled_dot_product_attention
 _operator = torch.ops.aten.scaled_dot_product_attention.default
@@ -80,6 +81,7 @@ def _kernel(
             "which would attend to this rank's tokens only; call F.scaled_dot_product_attention or "
             "dtcp.context_parallel_attention in the compiled function, or torch.compile it before entering the context"
         )
+    refuse_ddp(frame.group_name)
     return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

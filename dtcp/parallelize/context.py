@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,13 +19,16 @@ from dtcp.attention.api import is_plain, prepare_inputs, report_refusal
 from dtcp.attention.arguments import check_format, check_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.ops import attention_forward
+from dtcp.attention.reference import reference_attention
 from dtcp.collectives import check_mesh
 from dtcp.dispatch.door import is_dtensor
 from dtcp.dispatch.dtensors import attend_over_group
+from dtcp.dispatch.frames import current
 from dtcp.dropout import ModelWithDropout
 from dtcp.layout import SequenceLayout
 from dtcp.parallelize.unmatched import refuse_unmatched_entries
 from dtcp.recompute import restored_in_recomputation
+from dtcp.replicas import refuse_ddp
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class ContextParallel(ParallelStyle):
                 "replaces it), which would hide the context parallel one; apply the plan before, or undo it: "
                 "del module.forward"
             )
+        _check_own_forward(module, is_causal, self.scale, self.qkv_format)
         group_name = device_mesh.get_group().group_name
         module._dtcp_plan = _Plan(group_name, device_mesh.size(), self.is_causal, self.strategy, self.kernel)  # type: ignore[assignment]
         module._dtcp_scale, module._dtcp_format = self.scale, self.qkv_format  # type: ignore[assignment]
@@ -94,6 +100,41 @@ class ContextParallel(ParallelStyle):
 
 
 refuse_unmatched_entries(ContextParallel)
+
+
+def _check_own_forward(module: nn.Module, is_causal: bool, scale: float | None, qkv_format: str) -> None:
+    """Raise unless the forward that an entry takes the place of is attention and nothing else, as far as can be seen.
+
+    On a small example; a module that cannot be called with one (of other heads, on another device) is taken at its
+    word.
+    """
+    name = type(module).__name__
+    own = next((n for n, _ in itertools.chain(module.named_parameters(), module.named_buffers())), None)
+    cure = "give the entry to a module whose forward(query, key, value) is the attention call alone"
+    if own is not None:
+        raise ValueError(
+            f"ContextParallel takes the place of the forward of {name}, and would leave {own} out of it; {cure}"
+        )
+    if current.frame is not None:
+        return
+    query, key, value = torch.sin(torch.arange(3.0 * 2 * 5 * 8, device="cpu").square()).view(3, 1, 2, 5, 8).unbind()
+    expected = reference_attention(query, key, value, is_causal=is_causal, scale=scale)
+    is_swapped = qkv_format == "bshd"
+    inputs = [x.transpose(1, 2) if is_swapped else x for x in (query, key, value)]
+    try:
+        with torch.no_grad():
+            out = type(module).forward(module, *inputs)
+    except Exception:
+        return
+    if isinstance(out, Tensor):
+        out = out.transpose(1, 2) if is_swapped and out.ndim == 4 else out
+        if out.shape == expected.shape and torch.allclose(out.float(), expected, rtol=1e-2, atol=1e-2):
+            return
+    raise ValueError(
+        f"ContextParallel takes the place of the forward of {name}, which is not attention alone with is_causal="
+        f"{is_causal} and scale={'1/√D' if scale is None else scale}: on a small example it gives something else; say "
+        f"is_causal= and scale= as it attends, or {cure}"
+    )
 
 
 class _ContextParallelModule(nn.Module):
@@ -129,6 +170,9 @@ class _ContextParallelModule(nn.Module):
                 "step"
             )
         plan, state = self._dtcp_plan, self._dtcp_state
+        if not torch.compiler.is_compiling():
+            state = _state_in_context(plan, state)
+            refuse_ddp(plan.group_name)
         if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
             return self._attend_dtensors(query, key, value)
         try:
@@ -154,6 +198,24 @@ class _ContextParallelModule(nn.Module):
             names, state, query, key, value, None, 0.0, self._dtcp_is_causal, self._dtcp_scale, True
         )
         return out.transpose(1, 2) if is_swapped else out
+
+
+def _state_in_context(plan: _Plan, state: Tensor) -> Tensor:
+    """What a planned module attends by, inside a context over the same ranks: its calls count as the context's.
+
+    Raises:
+        ValueError: If the two have different layouts.
+    """
+    frame = current.frame
+    if frame is None or frame.is_plain or frame.group_name != plan.group_name:
+        return state
+    if not torch.equal(frame.state[:-1], state[:-1]):
+        raise ValueError(
+            f"a planned module was told another sequence by set_sequence than the context_parallel around it has "
+            f"({frame.layout.name}, {frame.layout.seq_len} tokens); use set_sequence(model, cp.layout) inside it, or "
+            "the plan without a context"
+        )
+    return frame.state
 
 
 def _new_module(cls: type[nn.Module]) -> nn.Module:

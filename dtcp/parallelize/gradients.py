@@ -6,6 +6,7 @@ reduce-scatter; a loop without FSDP2 calls ``reduce_gradients``. Both then clip 
 """
 
 import math
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -14,14 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtcp.collectives import all_gather_ints
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.pipeline import Pipeline
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 _BUCKET_BYTES = 64 * 2**20  # gradients travel in buckets: few messages, and the copy stays small beside the model
 
 
+_same_weights: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose weights have been compared between the ranks."""
+
+
 def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
-    """Replace every gradient by its sum over the data and context parallel ranks, in place.
+    """Replace every gradient by its sum over the data and context parallel ranks, in place: once per optimizer step.
 
     For models whose parameters are plain tensors, or DTensors over ``tp``, equal on all of these ranks. A parameter
     that has a gradient on some ranks only counts as zero on the others; one that has none anywhere stays without.
@@ -32,16 +40,21 @@ def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
             gradients' bytes, in buckets of 64 MiB, and one of a byte per parameter.
 
     Raises:
-        ValueError: If a parameter is a DTensor over more than the ``tp`` axis: FSDP2 has reduced it already.
+        ValueError: If a parameter is a DTensor over more than the ``tp`` axis: FSDP2 has reduced it already; if
+            gradients are those that the last call left; if the ranks do not hold the same weights, at the first call.
     """
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if dims.dp_replicate * dims.dp_shard * dims.cp > 1:
         for name, parameter in parameters:
             _refuse_sharded(name, parameter)
+        _refuse_reduced(parameters)
     _take_placements(parameter for _, parameter in parameters)
     if dims.dp_replicate * dims.dp_shard * dims.cp == 1 or not parameters:
         return
     group = dims.view("loss").get_group()
+    if model not in _same_weights:
+        _check_same_weights(parameters, group)
+        _same_weights.add(model)
     has_gradient_here = [parameter.grad is not None for _, parameter in parameters]
     anywhere = torch.tensor(has_gradient_here, dtype=torch.uint8, device=parameters[0][1].device)
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
@@ -53,6 +66,9 @@ def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
             gradients.append(_local(parameter.grad))
     for bucket in _buckets(gradients):
         _all_reduce_bucket(bucket, group)
+    for _, parameter in parameters:
+        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):  # whose version stays
+            parameter.grad._dtcp_reduced_version = parameter.grad._version  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -138,6 +154,34 @@ def _take_placements(parameters: Iterable[nn.Parameter]) -> None:
             continue
         if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _refuse_reduced(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and getattr(gradient, "_dtcp_reduced_version", None) == gradient._version:
+            raise ValueError(
+                f"reduce_gradients found the gradient of {name} as its last call left it, added up over the ranks "
+                "already; call it once per optimizer step, after the backward of the last microbatch, and "
+                "optimizer.zero_grad() before the next"
+            )
+
+
+def _check_same_weights(parameters: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
+    """Replicas that start from different weights would be pulled about by each other's gradients, without an error."""
+    checksums = []
+    for _, parameter in parameters:
+        local = _local(parameter.detach())
+        if local.element_size() in _INTEGERS and not local.is_complex():
+            checksums.append(local.contiguous().view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64))
+    if not checksums:
+        return
+    by_rank = all_gather_ints([int(torch.stack(checksums).sum())], group, checksums[0].device)
+    if len({numbers[0] for numbers in by_rank}) > 1:
+        raise ValueError(
+            f"reduce_gradients: the ranks hold different weights, checksums by rank {[n[0] for n in by_rank]}; seed "
+            "them alike (torch.manual_seed), or broadcast the first rank's before the first step"
+        )
 
 
 def _refuse_sharded(name: str, parameter: Tensor) -> None:
