@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from dtcp.models.init import plain_name
 from dtcp.train.checkpoint_files import (
     CHECKPOINTS_FOLDER,
     AtomicWriter,
@@ -142,16 +143,16 @@ def check_checkpoint_config(config: CheckpointConfig) -> None:
 def state_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the tensors of a job by names that no mesh changes; loading into them in place restores the job.
 
-    Names are ``model.<parameter>`` and ``optimizer.state.<parameter>.<key>``, without what wrappers insert. An
+    Names are ``model.<parameter>`` and ``optimizer.<parameter>.<key>``, without what wrappers insert. An
     optimizer that has not stepped yet gets its state, all zeros. Learning rates and other hyperparameters are not
     among them: they follow from the configuration and the step.
     """
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    tensors: dict[str, Any] = {f"model.{name}": value for name, value in model_state.items()}
+    tensors: dict[str, Any] = {f"model.{plain_name(name)}": value for name, value in model_state.items()}
     for name, value in optimizer_state.items():
         if not name.startswith("param_groups."):
-            tensors[f"optimizer.{name}"] = value
+            tensors[f"optimizer.{plain_name(name.removeprefix('state.'))}"] = value
     for name, value in tensors.items():
         assert isinstance(value, Tensor), f"{name} is {type(value).__name__}, which in-place loading cannot restore"
     return tensors
@@ -172,8 +173,9 @@ def load_tensors(checkpoint: Path, description: dict[str, Any], tensors: dict[st
     with agreed():
         check_files(checkpoint, description, rank=rank, world_size=world_size)
     reader = dcp.FileSystemReader(checkpoint)
+    names = _names_of_all_ranks(tensors)
     with agreed():
-        _check_tensors(checkpoint, _read_index(checkpoint, reader), tensors)
+        _check_tensors(checkpoint, _read_index(checkpoint, reader), tensors, names)
     error: BaseException | None = None
     with agreed():
         try:
@@ -204,11 +206,20 @@ def _read_index(checkpoint: Path, reader: dcp.FileSystemReader) -> dict[str, Any
         raise damaged(checkpoint, f"its index .metadata cannot be read ({one_line(error)})") from error
 
 
-def _check_tensors(checkpoint: Path, index: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _names_of_all_ranks(tensors: dict[str, Tensor]) -> set[str]:
+    """Names that some rank has: ranks may hold different parameters."""
+    if not dist.is_initialized():
+        return set(tensors)
+    names: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(names, list(tensors))
+    return {name for held in names for name in held}
+
+
+def _check_tensors(checkpoint: Path, index: dict[str, Any], tensors: dict[str, Tensor], names: set[str]) -> None:
     """Compare names, global shapes and dtypes; more in the checkpoint than asked for is no error for an export."""
     missing = sorted(set(tensors) - set(index))
-    wants_all = any(name.startswith("optimizer.") for name in tensors)
-    unknown = sorted(set(index) - set(tensors)) if wants_all else []
+    wants_all = any(name.startswith("optimizer.") for name in names)
+    unknown = sorted(set(index) - names) if wants_all else []
     if missing or unknown:
         lists = [f"{len(missing)} missing, such as {missing[0]}"] if missing else []
         lists += [f"{len(unknown)} that the job has not, such as {unknown[0]}"] if unknown else []

@@ -1,6 +1,6 @@
 """Loss and perplexity on held-out text, the same on any mesh.
 
-Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocabulary.
+Shapes: B rows of a microbatch, S = seq_len.
 """
 
 import math
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtcp.loss import token_loss
 from dtcp.parallelize.fsdp import free_full_parameters
 from dtcp.train.batch import Microbatch
 from dtcp.train.config import EvaluationConfig
@@ -90,7 +89,7 @@ class Evaluation:
     def run(
         self,
         model: nn.Module,
-        forward: Callable[[Microbatch], Tensor],
+        loss_sum: Callable[[Microbatch], Tensor],
         microbatches: Iterator[Microbatch],
         mesh: DeviceMesh,
     ) -> EvaluationMetrics:
@@ -98,7 +97,7 @@ class Evaluation:
 
         Args:
             model: Put into evaluation mode meanwhile.
-            forward: Logits (B, S_local, V) of a microbatch.
+            loss_sum: Sum of this rank's token losses of a microbatch, 0-d.
             microbatches: This rank's parts, as many on every rank.
             mesh: 1-D, over which tokens are spread: ``dims.view("loss")``.
         """
@@ -107,7 +106,7 @@ class Evaluation:
         try:
             sums = torch.zeros(2, dtype=torch.float64)
             for microbatch in microbatches:
-                total = token_loss(forward(microbatch), microbatch.labels, num_valid_tokens=1)
+                total = loss_sum(microbatch)
                 num_tokens = (microbatch.labels != IGNORED).sum()
                 sums = sums.to(total.device) + torch.stack([total.double(), num_tokens.double()])
         finally:

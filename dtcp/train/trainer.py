@@ -132,7 +132,11 @@ class Trainer:
 
     def evaluate(self) -> EvaluationMetrics:
         """Return the loss of the held-out rows that the configuration asks for; needs ``evaluation.every`` > 0."""
-        return self.evaluation.run(self.model, self.forward, self._read_evaluation(), self.dims.view("loss"))
+
+        def loss_sum(microbatch: Microbatch) -> Tensor:
+            return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=1)
+
+        return self.evaluation.run(self.model, loss_sum, self._read_evaluation(), self.dims.view("loss"))
 
     def _read_evaluation(self) -> Iterator[Microbatch]:
         if self.dims.cp > 1:
