@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from dtcp.mesh import ParallelDims
 from dtcp.parallelize.fsdp import free_full_parameters
 from dtcp.train.batch import Microbatch
 from dtcp.train.config import EvaluationConfig
@@ -91,15 +91,15 @@ class Evaluation:
         model: nn.Module,
         loss_sum: Callable[[Microbatch], Tensor],
         microbatches: Iterator[Microbatch],
-        mesh: DeviceMesh,
+        dims: ParallelDims,
     ) -> EvaluationMetrics:
         """Return Σ token losses / Σ tokens over all microbatches of all ranks. Collective.
 
         Args:
             model: Put into evaluation mode meanwhile.
-            loss_sum: Sum of this rank's token losses of a microbatch, 0-d.
+            loss_sum: Sum of this rank's token losses of a microbatch, 0-d; 0 without the last stage of a pipeline.
             microbatches: This rank's parts, as many on every rank.
-            mesh: 1-D, over which tokens are spread: ``dims.view("loss")``.
+            dims: Built mesh.
         """
         was_training = model.training
         model.eval()
@@ -112,8 +112,10 @@ class Evaluation:
         finally:
             free_full_parameters(model)
             model.train(was_training)
-        if mesh.size() > 1:
-            dist.all_reduce(sums, group=mesh.get_group())
+        if dims.pp > 1:  # every stage has counted the tokens
+            dist.all_reduce(sums[:1], group=dims.view("pp").get_group())
+        if dims.view("loss").size() > 1:
+            dist.all_reduce(sums, group=dims.view("loss").get_group())
         total_loss, num_tokens = sums.tolist()
         loss = total_loss / num_tokens
         return EvaluationMetrics(loss, _exp(loss), int(num_tokens))

@@ -134,9 +134,14 @@ class Trainer:
         """Return the loss of the held-out rows that the configuration asks for; needs ``evaluation.every`` > 0."""
 
         def loss_sum(microbatch: Microbatch) -> Tensor:
-            return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=1)
+            if not isinstance(self.model, Pipeline):
+                return self.loss(microbatch, 1)
+            inputs = self.inputs(microbatch)
+            return self.model.evaluate(
+                microbatch.tokens, microbatch.labels, num_microbatches=1, num_valid_tokens=1, **inputs
+            )
 
-        return self.evaluation.run(self.model, loss_sum, self._read_evaluation(), self.dims.view("loss"))
+        return self.evaluation.run(self.model, loss_sum, self._read_evaluation(), self.dims)
 
     def _read_evaluation(self) -> Iterator[Microbatch]:
         if self.dims.cp > 1:
@@ -189,7 +194,7 @@ class Trainer:
             inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.positions)
         return inputs
 
-    def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor) -> Tensor:
+    def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
         """Return this rank's share of the loss, by chunks where the configuration says so; its count is given."""
         chunk_tokens = self.config.training.loss_chunk_tokens
         if chunk_tokens is None:
