@@ -166,6 +166,21 @@ def test_a_checkpoint_of_any_mesh_is_exported_by_one_process(ranks, tmp_path):
         export(tmp_path, tmp_path / "more")
 
 
+def start_from(rank: int, world: int, overrides: list[str]) -> float:
+    return next(Trainer(compose_job_config(overrides)).steps()).loss
+
+
+def test_pipeline_stages_begin_from_a_folder_too(ranks, tmp_path):
+    job = [*TINY["llama"], *JOB, "training.seq_len=17", "training.steps=1"]
+    model = build_model("llama_tiny", seed=9, num_layers=2, dim=64, ffn_dim=160)
+    dtcp.save_safetensors(model, tmp_path / "hf", max_seq_len=64)
+    overrides = [*job, f"model.weights={tmp_path / 'hf'}"]
+    expected = ranks.run(1, start_from, overrides)[0]
+    assert expected != ranks.run(1, start_from, job)[0]
+    for loss in ranks.run(2, start_from, [*overrides, "mesh.pp=2", "training.local_batch_size=1"]):
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -186,7 +186,7 @@ def save_safetensors(
 
 
 @torch.no_grad()
-def load_safetensors(model: nn.Module, folder: str | Path) -> None:
+def load_safetensors(model: nn.Module, folder: str | Path, *, whole: nn.Module | None = None) -> None:
     """Fill the parameters of a Llama, sharded or not, from a folder that Hugging Face or `save_safetensors` wrote.
 
     Each rank reads one whole tensor after the other and keeps its part; no communication. Values are rounded to the
@@ -194,6 +194,7 @@ def load_safetensors(model: nn.Module, folder: str | Path) -> None:
 
     Args:
         model: A `Llama` with storage: not on the meta device.
+        whole: The Llama whose stages ``model`` holds some of, where that is a `Pipeline`; its values are not read.
         folder: With ``config.json`` and ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
 
     Raises:
@@ -202,11 +203,12 @@ def load_safetensors(model: nn.Module, folder: str | Path) -> None:
             model than this one; names them.
     """
     folder = Path(folder).expanduser()
-    check_hf_config(model.config, folder)  # type: ignore[arg-type]
+    whole = model if whole is None else whole
+    check_hf_config(whole.config, folder)  # type: ignore[arg-type]
     parameters = {hf_name(plain_name(name)): parameter for name, parameter in model.named_parameters()}
     with ExitStack() as stack:
         found = dict(_open_tensors(folder, stack))
-        _check_names(folder, set(parameters), found)
+        _check_names(folder, {hf_name(plain_name(name)) for name, _ in whole.named_parameters()}, found)
         for name, parameter in parameters.items():
             value = found[name].get_tensor(name)
             if value.shape != parameter.shape:

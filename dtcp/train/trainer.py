@@ -158,7 +158,7 @@ class Trainer:
         with agreed():
             model = parallelize_for_training(whole, self.dims, self.config, self.device)
             if self.config.model.weights is not None:
-                load_safetensors(model, self.config.model.weights)
+                load_safetensors(model, self.config.model.weights, whole=whole)
         return model
 
     def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
