@@ -74,7 +74,7 @@ def test_the_loss_is_the_mean_over_all_held_out_tokens(one_rank):
         (3, "mesh.cp=3 attention.layout=striped"),
         (4, "mesh.cp=2 mesh.dp_shard=2"),
         (4, "mesh.cp=2 mesh.tp=2 training.loss_chunk_tokens=16"),
-        (2, "mesh.pp=2 training.local_batch_size=1"),
+        (2, "mesh.pp=2 training.local_batch_size=1 training.loss_chunk_tokens=32"),
         pytest.param(2, "mesh.cp=2", marks=pytest.mark.slow),
         pytest.param(2, "mesh.dp_shard=2 training.local_batch_size=1", marks=pytest.mark.slow),
         pytest.param(4, "mesh.cp=2 mesh.dp_replicate=2 attention.strategy=all_gather", marks=pytest.mark.slow),

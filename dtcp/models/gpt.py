@@ -179,7 +179,8 @@ class GPT(ModelWithDropout):
         positions: Tensor | None = None,
         dropout_keys: Tensor | None = None,
         *,
-        head_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        head_fn: Callable[..., Tensor] | None = None,
+        head_inputs: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the next token, or what ``head_fn`` makes instead.
 
@@ -193,6 +194,7 @@ class GPT(ModelWithDropout):
             head_fn: Called in place of the head with the last hidden states (B, S, dim) and the head's weight
                 (vocab_size, dim), tied or not: a loss that never holds all logits. Here, because only inside this
                 forward a weight that FSDP2 has sharded is whole.
+            head_inputs: A third argument of ``head_fn``, by rows: what a pipeline splits into microbatches, labels.
 
         Returns:
             (B, S, vocab_size) in the parameters' dtype; with ``head_fn``, what that returns.
@@ -216,7 +218,8 @@ class GPT(ModelWithDropout):
             return x
         x = self.final_norm(x)
         if head_fn is not None:
-            return head_fn(x, self.token_embedding.weight if isinstance(self.head, TiedHead) else self.head.weight)
+            weight = self.token_embedding.weight if isinstance(self.head, TiedHead) else self.head.weight
+            return head_fn(x, weight) if head_inputs is None else head_fn(x, weight, head_inputs)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
 
     def _embed(self, tokens: Tensor, positions: Tensor, dropout_keys: Tensor | None) -> Tensor:

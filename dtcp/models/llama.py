@@ -164,7 +164,8 @@ class Llama(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         *,
-        head_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        head_fn: Callable[..., Tensor] | None = None,
+        head_inputs: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the next token, or what ``head_fn`` makes instead.
 
@@ -174,6 +175,7 @@ class Llama(nn.Module):
             head_fn: Called in place of the head with the last hidden states (B, S, dim) and the head's weight
                 (vocab_size, dim), tied or not: a loss that never holds all logits. Here, because only inside this
                 forward a weight that FSDP2 has sharded is whole.
+            head_inputs: A third argument of ``head_fn``, by rows: what a pipeline splits into microbatches, labels.
 
         Returns:
             (B, S, vocab_size) in the parameters' dtype; with ``head_fn``, what that returns.
@@ -192,7 +194,8 @@ class Llama(nn.Module):
             return x
         x = self.final_norm(x)
         if head_fn is not None:
-            return head_fn(x, self.token_embedding.weight if isinstance(self.head, TiedHead) else self.head.weight)
+            weight = self.token_embedding.weight if isinstance(self.head, TiedHead) else self.head.weight
+            return head_fn(x, weight) if head_inputs is None else head_fn(x, weight, head_inputs)
         return self.head(x, self.token_embedding.weight) if self.config.tie_weights else self.head(x)
 
     def init_weights(self, seed: int) -> None:

@@ -111,6 +111,7 @@ class Pipeline(nn.Module):
         *,
         num_microbatches: int,
         num_valid_tokens: Tensor | int,
+        constants: Mapping[str, Any] | None = None,
         **inputs: Tensor,
     ) -> Tensor:
         """Add the gradient of this rank's share of the loss to its parameters. Call it on every rank of the mesh.
@@ -120,7 +121,8 @@ class Pipeline(nn.Module):
             labels: int64 (B, S_local).
             num_microbatches: Into which the rows are split, in order.
             num_valid_tokens: Of the whole optimizer step, over the loss view: the divisor of every token's loss.
-            inputs: What every stage's forward takes besides, (B, …) each: positions, dropout keys.
+            constants: What every stage's forward takes as it is, by name.
+            inputs: What it takes by rows, (B, …) each: positions, dropout keys.
 
         Returns:
             This rank's share of the loss, 0-d float32 (0 on ranks without the last stage): the loss is the sum over
@@ -140,6 +142,7 @@ class Pipeline(nn.Module):
             loss_kwargs={"num_valid_tokens": num_valid_tokens},
             return_outputs=False,
             **inputs,
+            **(constants or {}),
         )
         self._add_tied_gradients(before)
         return _sum_of_shares(losses, tokens.device)
@@ -152,6 +155,7 @@ class Pipeline(nn.Module):
         *,
         num_microbatches: int,
         num_valid_tokens: Tensor | int,
+        constants: Mapping[str, Any] | None = None,
         **inputs: Tensor,
     ) -> Tensor:
         """Return this rank's share of the loss, as ``forward_backward``, without gradients."""
@@ -168,7 +172,7 @@ class Pipeline(nn.Module):
                 if index > 0 and index - 1 not in self.stage_indices:
                     hidden[number] = torch.empty(shape, dtype=self._dtype, device=tokens.device)
                     dist.recv(hidden[number], group=self._group, group_src=self._rank_of(index - 1))
-                hidden[number] = stage(hidden[number], **given)
+                hidden[number] = stage(hidden[number], **given, **(constants or {}))
                 if index + 1 < self.num_stages and index + 1 not in self.stage_indices:
                     peer = self._rank_of(index + 1)
                     send = dist.isend(hidden[number].contiguous(), group=self._group, group_dst=peer)

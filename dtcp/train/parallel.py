@@ -1,7 +1,7 @@
 """From a model on the meta device to one that is cut, compiled, sharded and has its weights."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
@@ -39,8 +39,19 @@ def parallelize_for_training(
         compile=training.compile,
         param_dtype=None if training.param_dtype is DType.float32 else training.param_dtype.torch_dtype,
         reduce_dtype=training.reduce_dtype.torch_dtype,
-        pipeline=PipelineOptions(config.pipeline.schedule, config.pipeline.stages_per_rank) if dims.pp > 1 else None,
+        pipeline=_pipeline_options(config) if dims.pp > 1 else None,
     )
     parallel.to_empty(device=device)
     initialize(parallel, config.debug.seed, model.weight_init)
     return parallel
+
+
+def _pipeline_options(config: JobConfig) -> PipelineOptions:
+    pipeline = config.pipeline
+    loss = None if config.training.loss_chunk_tokens is None else _loss_of_head
+    return PipelineOptions(pipeline.schedule, pipeline.stages_per_rank, loss=loss)
+
+
+def _loss_of_head(output: Tensor, labels: Tensor, *, num_valid_tokens: Tensor | int) -> Tensor:
+    """The last stage's head gives the loss itself, see `Trainer.head_loss`."""
+    return output

@@ -4,6 +4,7 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,6 @@ class Trainer:
 
         Raises:
             ValueError: If values do not fit each other or the world; names a cure.
-            NotImplementedError: For what does not exist yet: chunks of the loss at pp > 1.
             JobError: Instead of these when there are several ranks, equal on all of them.
         """
         self.config = config
@@ -134,12 +134,9 @@ class Trainer:
         """Return the loss of the held-out rows that the configuration asks for; needs ``evaluation.every`` > 0."""
 
         def loss_sum(microbatch: Microbatch) -> Tensor:
-            if not isinstance(self.model, Pipeline):
-                return self.loss(microbatch, 1)
-            inputs = self.inputs(microbatch)
-            return self.model.evaluate(
-                microbatch.tokens, microbatch.labels, num_microbatches=1, num_valid_tokens=1, **inputs
-            )
+            if isinstance(self.model, Pipeline):
+                return self._run_pipeline(self.model.evaluate, [microbatch], 1)
+            return self.loss(microbatch, 1)
 
         return self.evaluation.run(self.model, loss_sum, self._read_evaluation(), self.dims)
 
@@ -196,19 +193,41 @@ class Trainer:
 
     def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
         """Return this rank's share of the loss, by chunks where the configuration says so; its count is given."""
-        chunk_tokens = self.config.training.loss_chunk_tokens
-        if chunk_tokens is None:
+        if self.config.training.loss_chunk_tokens is None:
             return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
-        cuts_positions = self.dims.tp > 1 and self.config.tensor_parallel.sequence_parallel
+        head_fn = functools.partial(self.head_loss, num_valid_tokens=num_valid_tokens)
+        return self.model(
+            microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels
+        )
 
-        def head_fn(hidden: Tensor, weight: Tensor) -> Tensor:
-            if cuts_positions:  # this rank's positions, the loss is of all
-                hidden = DTensor.from_local(hidden, self.dims.view("tp"), [Shard(1)], run_check=False)
-            return linear_token_loss(
-                hidden, weight, microbatch.labels, num_valid_tokens=num_valid_tokens, chunk_tokens=chunk_tokens
-            )
+    def head_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, num_valid_tokens: Tensor | int) -> Tensor:
+        """Return the share of the loss from the last hidden states and the head's weight, by chunks of tokens."""
+        if self.dims.tp > 1 and self.config.tensor_parallel.sequence_parallel:
+            # This rank's positions; the labels are of all.
+            hidden = DTensor.from_local(hidden, self.dims.view("tp"), [Shard(1)], run_check=False)
+        chunk_tokens = self.config.training.loss_chunk_tokens
+        assert chunk_tokens is not None
+        return linear_token_loss(hidden, weight, labels, num_valid_tokens=num_valid_tokens, chunk_tokens=chunk_tokens)
 
-        return self.model(microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn)
+    def _run_pipeline(
+        self, run: Callable[..., Tensor], microbatches: Sequence[Microbatch], num_valid_tokens: Tensor | int
+    ) -> Tensor:
+        """``forward_backward`` or ``evaluate`` of the pipeline, for all of these microbatches."""
+        all_inputs = [self.inputs(microbatch) for microbatch in microbatches]
+        inputs = {name: torch.cat([inputs[name] for inputs in all_inputs]) for name in all_inputs[0]}
+        labels = torch.cat([microbatch.labels for microbatch in microbatches])
+        constants = {}
+        if self.config.training.loss_chunk_tokens is not None:
+            constants["head_fn"] = functools.partial(self.head_loss, num_valid_tokens=num_valid_tokens)
+            inputs["head_inputs"] = labels
+        return run(
+            torch.cat([microbatch.tokens for microbatch in microbatches]),
+            labels,
+            num_microbatches=len(microbatches),
+            num_valid_tokens=num_valid_tokens,
+            constants=constants,
+            **inputs,
+        )
 
     def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters.
@@ -222,14 +241,7 @@ class Trainer:
         num_valid_tokens = count_valid_tokens(labels, mesh=self.dims.view("loss"))
         share = torch.zeros((), dtype=torch.float64, device=self.device)
         if isinstance(self.model, Pipeline):
-            all_inputs = [self.inputs(microbatch) for microbatch in microbatches]
-            share += self.model.forward_backward(
-                torch.cat([microbatch.tokens for microbatch in microbatches]),
-                labels,
-                num_microbatches=len(microbatches),
-                num_valid_tokens=num_valid_tokens,
-                **{name: torch.cat([inputs[name] for inputs in all_inputs]) for name in all_inputs[0]},
-            )
+            share += self._run_pipeline(self.model.forward_backward, microbatches, num_valid_tokens)
             return share, num_valid_tokens
         for number, microbatch in enumerate(microbatches, start=1):
             set_last_microbatch(self.model, number == len(microbatches))
@@ -367,11 +379,6 @@ class Trainer:
 
 def check_supported(config: JobConfig, dims: ParallelDims) -> None:
     """Refuse what the job cannot do exactly yet, and numbers that make no sense."""
-    if dims.pp > 1 and config.training.loss_chunk_tokens is not None:
-        raise NotImplementedError(
-            f"the loss by chunks does not exist in pipeline stages yet, got training.loss_chunk_tokens="
-            f"{config.training.loss_chunk_tokens} and mesh.pp={dims.pp}; use null, or mesh.pp=1"
-        )
     training = config.training
     if training.steps < 1:
         raise ValueError(f"training.steps has to be at least 1, got {training.steps}")
