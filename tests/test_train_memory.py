@@ -51,7 +51,7 @@ def record_with_fault(rank: int, world: int, overrides: list[str]) -> Any:
     """Each rank divides by its own count."""
     from dtcp.train import trainer
 
-    def own_count(hidden: Any, weight: Any, *, labels: Any, num_valid_tokens: Any, chunk_tokens: int) -> Any:
+    def own_count(hidden: Any, weight: Any, labels: Any, *, num_valid_tokens: Any, chunk_tokens: int) -> Any:
         count = (labels != -100).sum() * world
         return right(hidden, weight, labels, num_valid_tokens=count, chunk_tokens=chunk_tokens)
 
