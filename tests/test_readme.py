@@ -23,7 +23,7 @@ def test_every_snippet_of_the_readme_runs_on_two_ranks(ranks, index):
 
 
 def test_there_are_snippets():
-    assert len(SNIPPETS) == 5
+    assert len(SNIPPETS) == 6
 
 
 @pytest.mark.parametrize("name", ["contiguous", "head_tail", "striped"])
