@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-import dtcp.attention.sharding  # noqa: F401  # DTensor is loaded here: teach it the attention ops
+import dtcp.attention.sharding  # DTensor is loaded here: teach it the attention ops
+import dtcp.dispatch.entry  # noqa: F401  # what it remembers at a checkpoint, also at those before the first context
 from dtcp.attention.api import is_plain, prepare_inputs, report_refusal
 from dtcp.attention.arguments import check_format, check_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
