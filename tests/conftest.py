@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch.distributed as dist
 
 from ranks import Ranks
 
@@ -25,6 +26,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A trainer or a mesh of one rank, in this process, makes one; the next test begins without."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

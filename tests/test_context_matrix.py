@@ -12,7 +12,11 @@ from oracle import all_pairs
 
 IN_QUICK_RUN = Cell("block", "non_reentrant", "outside", "by_name", "plan", "ring", backend="inductor")
 assert IN_QUICK_RUN in INDUCTOR_CELLS
-PAIRWISE = [Cell(**options) for options in all_pairs(AXES)]
+PAIRWISE = [Cell(**options) for options in all_pairs(AXES | {"world": [2]})] + [
+    Cell("eager", "reentrant", "inside", "by_name", "dtensor", "ring", 3),
+    Cell("block", "non_reentrant", "outside", "F", "context", "all_gather", 3),
+    Cell("block", "selective_saved", "outside", "attribute", "plan", "ring", 4),
+]
 
 
 def cell_id(cell: Cell) -> str:

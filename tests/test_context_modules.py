@@ -87,8 +87,19 @@ def check_module(rank: int, world: int, name: str, compiled: bool, is_training: 
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["attention", "by name", "encoder layer", "encoder"])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        ("attention", False),
+        ("by name", False),
+        ("encoder layer", False),
+        ("encoder", False),
+        ("attention", True),
+        ("encoder layer", True),
+        pytest.param("by name", True, marks=pytest.mark.slow),
+        pytest.param("encoder", True, marks=pytest.mark.slow),
+    ],
+)
 def test_module_is_exact_or_refused(ranks, name, compiled, is_training):
     ranks.run(2, check_module, name, compiled, is_training)
 

@@ -174,6 +174,13 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
+class Swapped(Attention):
+    """In (B, S, H, D)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().forward(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+
+
 def check_other_doors(rank: int, world: int, backend: str | None) -> None:
     """Heads as DTensors over tp, where a context or a plan cuts the sequence over cp."""
     from torch.distributed.tensor.parallel import parallelize_module
@@ -202,7 +209,7 @@ def check_other_doors(rank: int, world: int, backend: str | None) -> None:
     planned = parallelize_module(Attention(), mesh["cp"], dtcp.ContextParallel())
     dtcp.set_sequence(planned, layout)
     check(over_heads(planned)(*leaves))
-    swapped = parallelize_module(Attention(), mesh["cp"], dtcp.ContextParallel(qkv_format="bshd"))
+    swapped = parallelize_module(Swapped(), mesh["cp"], dtcp.ContextParallel(qkv_format="bshd"))
     dtcp.set_sequence(swapped, layout)
     parts = (DTensor.from_local(x.transpose(1, 2), mesh["tp"], [Shard(2)]) for x in leaves)
     check(swapped(*parts).to_local().transpose(1, 2))

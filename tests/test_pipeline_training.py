@@ -35,7 +35,7 @@ class Case:
 
 CASES = [
     Case("mesh.pp=2", 2, "1F1B", "gpt"),
-    Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, ("training.compile=true",)),
+    Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4),
     Case(
         "mesh.pp=2 mesh.tp=2",
         4,
@@ -46,6 +46,7 @@ CASES = [
     ),
     Case("mesh.pp=2 mesh.dp_shard=2", 4, "InterleavedZeroBubble", "gpt", 4),
     Case("mesh.pp=2 mesh.tp=2", 4, "GPipe", "llama", 2, ("tensor_parallel.sequence_parallel=false",)),
+    Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, ("training.compile=true",)),
     Case("mesh.pp=4", 4, "GPipe", "llama", 4, ("activation_checkpointing.mode=full",)),
     Case("mesh.pp=2 mesh.cp=2 mesh.tp=2", 8, "1F1B", "gpt", 2, ("attention.layout=striped",)),
     Case("mesh.pp=2 mesh.dp_replicate=2 mesh.cp=2", 8, "1F1B", "llama", 2, ("attention.strategy=all_gather",)),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 import dtcp
 
@@ -13,13 +16,16 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-def execute(rank: int, world: int, snippet: str) -> None:
-    exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+def execute(rank: int, world: int, snippet: str, backend: str) -> None:
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
-def test_every_snippet_of_the_readme_runs_on_two_ranks(ranks, index):
-    ranks.run(2, execute, SNIPPETS[index])
+def test_every_snippet_of_the_readme_runs_on_two_ranks(ranks, index, backend):
+    """With the default backend in the slow run."""
+    ranks.run(2, execute, SNIPPETS[index], backend)
 
 
 def test_there_are_snippets():

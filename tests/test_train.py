@@ -220,6 +220,7 @@ def test_bfloat16_trains_with_float32_master_weights(ranks):
         assert difference.gradient < 0.1, difference
 
 
+@pytest.mark.slow
 def test_compiled_blocks_train_like_eager_ones_and_compile_once(ranks):
     def count_graphs(rank: int, world: int, overrides: list[str]) -> tuple:
         from torch._dynamo.utils import counters
@@ -278,11 +279,11 @@ def make_trainer(rank: int, world: int, overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["mesh.pp=2"], "does not exist yet, got mesh.pp=2; use mesh.pp=1 and more of mesh.tp"),
+        (["mesh.pp=2"], "schedule 1F1B with pp=2 cannot run 1 microbatches; use 2 or a multiple of it"),
         (["mesh.cp=3"], "world size is 2; nearest that works"),
     ],
 )
-def test_what_does_not_exist_yet_is_refused_on_all_ranks(ranks, overrides, message):
+def test_what_does_not_fit_the_mesh_is_refused_on_all_ranks(ranks, overrides, message):
     ranks.run_expecting(2, make_trainer, JobError, message, [*GPT, *overrides])
 
 
