@@ -5,7 +5,6 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from dtcp.shard import check_same_batch
 from dtcp.train.batch import Microbatch, cut, deal_microbatches
 from dtcp.train.checkpoint import Checkpointer, check_checkpoint_config, load_tensors, state_tensors
 from dtcp.train.checkpoint_files import read_description
+from dtcp.train.checks import check_numbers, check_vocabulary
 from dtcp.train.config import JobConfig, MeshConfig, to_data_config, to_model_config
 from dtcp.train.data import make_dataset
 from dtcp.train.description import changed_settings, check_description, describe_job
@@ -73,7 +73,7 @@ class Trainer:
         with agreed():
             self.dims = ParallelDims(**dataclasses.asdict(config.mesh))
             self.model_config = to_model_config(config.model)
-            check_supported(config, self.dims)
+            check_numbers(config)
             num_readers = self.dims.dp_replicate * self.dims.dp_shard
             self.model_config.check_seq_len(config.training.seq_len)
             deal_microbatches(config.training.global_batch_size, config.training.local_batch_size, 0, num_readers)
@@ -374,37 +374,6 @@ class Trainer:
             tflops_per_device=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             memory_gib=peak_memory_gib(self.device),
-        )
-
-
-def check_supported(config: JobConfig, dims: ParallelDims) -> None:
-    """Refuse what the job cannot do exactly yet, and numbers that make no sense."""
-    training = config.training
-    if training.steps < 1:
-        raise ValueError(f"training.steps has to be at least 1, got {training.steps}")
-    if training.global_batch_size < 1:
-        raise ValueError(f"training.global_batch_size has to be at least 1, got {training.global_batch_size}")
-    if training.local_batch_size is not None and training.local_batch_size < 1:
-        raise ValueError(
-            f"training.local_batch_size has to be at least 1, got {training.local_batch_size}; null takes "
-            "all rows at once"
-        )
-    if training.loss_chunk_tokens is not None and training.loss_chunk_tokens < 1:
-        raise ValueError(
-            f"training.loss_chunk_tokens has to be at least 1, got {training.loss_chunk_tokens}; null takes the logits "
-            "of all tokens at once"
-        )
-    if not training.max_norm > 0:
-        raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; inf only measures")
-    if not (math.isfinite(config.optimizer.lr) and config.optimizer.lr > 0):
-        raise ValueError(f"optimizer.lr has to be positive, got {config.optimizer.lr}")
-
-
-def check_vocabulary(num_ids: int, vocab_size: int, model_name: str) -> None:
-    """Refuse a tokenizer whose ids the model has no rows for."""
-    if num_ids > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {num_ids} ids, model {model_name} only {vocab_size}; use model.vocab_size={num_ids}"
         )
 
 

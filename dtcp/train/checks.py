@@ -1,0 +1,36 @@
+"""What a job's configuration is checked for before anything is built; every message names the cure."""
+
+import math
+
+from dtcp.train.config import JobConfig
+
+
+def check_numbers(config: JobConfig) -> None:
+    """Refuse numbers that make no sense on any mesh."""
+    training = config.training
+    if training.steps < 1:
+        raise ValueError(f"training.steps has to be at least 1, got {training.steps}")
+    if training.global_batch_size < 1:
+        raise ValueError(f"training.global_batch_size has to be at least 1, got {training.global_batch_size}")
+    if training.local_batch_size is not None and training.local_batch_size < 1:
+        raise ValueError(
+            f"training.local_batch_size has to be at least 1, got {training.local_batch_size}; null takes "
+            "all rows at once"
+        )
+    if training.loss_chunk_tokens is not None and training.loss_chunk_tokens < 1:
+        raise ValueError(
+            f"training.loss_chunk_tokens has to be at least 1, got {training.loss_chunk_tokens}; null takes the logits "
+            "of all tokens at once"
+        )
+    if not training.max_norm > 0:
+        raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; inf only measures")
+    if not (math.isfinite(config.optimizer.lr) and config.optimizer.lr > 0):
+        raise ValueError(f"optimizer.lr has to be positive, got {config.optimizer.lr}")
+
+
+def check_vocabulary(num_ids: int, vocab_size: int, model_name: str) -> None:
+    """Refuse a tokenizer whose ids the model has no rows for."""
+    if num_ids > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {num_ids} ids, model {model_name} only {vocab_size}; use model.vocab_size={num_ids}"
+        )
