@@ -42,14 +42,18 @@ def check(rank: int, world: int, cell: FsdpCell) -> Difference:
     return difference
 
 
-def cells_of(axes: dict[str, list[Any]], **common: Any) -> Any:
-    """Parametrize by cells in which every pair of options occurs."""
+def cells_of(axes: dict[str, list[Any]], *, num_quick: int, **common: Any) -> Any:
+    """Parametrize by cells in which every pair of options occurs; those after the first ones in the slow run only."""
     options = [{**option.pop("way", {}), **option} for option in all_pairs(axes)]
     names = ["-".join(str(value) for value in option.values()) for option in options]
-    return pytest.mark.parametrize("cell", [FsdpCell(**common, **option) for option in options], ids=names)
+    cells = [
+        pytest.param(FsdpCell(**common, **option), marks=[pytest.mark.slow] * (number >= num_quick))
+        for number, option in enumerate(options)
+    ]
+    return pytest.mark.parametrize("cell", cells, ids=names)
 
 
-@cells_of(AXES)
+@cells_of(AXES, num_quick=12)
 def test_cell_equals_one_process(ranks, cell):
     ranks.run(cell.world, check, cell, timeout=120)
 
@@ -116,6 +120,7 @@ def test_the_comparison_sees_a_planted_fault(ranks, fault):
         "model": AXES["model"],
         "backward": AXES["backward"],
     },
+    num_quick=4,
     microbatches=MICROBATCHES,
 )
 def test_microbatches_without_gradient_sync_equal_one_process(ranks, cell):
@@ -207,7 +212,8 @@ def test_parameters_offloaded_to_the_cpu_equal_one_process(ranks, door):
             {"mesh": "cp3", "checkpointing": "non_reentrant", "backward": "outside"},
             {"mesh": "cp2", "checkpointing": "non_reentrant", "compile": "around"},
         ],
-    }
+    },
+    num_quick=4,
 )
 def test_adapters_of_a_frozen_model_equal_one_process(ranks, cell):
     ranks.run(cell.world, check, cell, timeout=120)
@@ -261,6 +267,7 @@ def one_rank_errors(ranks):
         "door": DOORS,
         "model": AXES["model"],
     },
+    num_quick=3,
     **MIXED,
 )
 def test_mixed_precision_is_as_exact_as_on_one_rank(ranks, one_rank_errors, cell):

@@ -10,8 +10,6 @@ import pytest
 from cells import AXES, INDUCTOR_CELLS, Cell, check_cell
 from oracle import all_pairs
 
-IN_QUICK_RUN = Cell("block", "non_reentrant", "outside", "by_name", "plan", "ring", backend="inductor")
-assert IN_QUICK_RUN in INDUCTOR_CELLS
 PAIRWISE = [Cell(**options) for options in all_pairs(AXES | {"world": [2]})] + [
     Cell("eager", "reentrant", "inside", "by_name", "dtensor", "ring", 3),
     Cell("block", "non_reentrant", "outside", "F", "context", "all_gather", 3),
@@ -28,11 +26,8 @@ def test_cell_equals_one_rank(ranks, cell):
     ranks.run(cell.world, check_cell, cell, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, marks=[pytest.mark.slow] * (cell != IN_QUICK_RUN)) for cell in INDUCTOR_CELLS],
-    ids=cell_id,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", INDUCTOR_CELLS, ids=cell_id)
 def test_inductor_cell_equals_one_rank(ranks, cell):
     ranks.run(2, check_cell, cell, timeout=180)
 

@@ -105,8 +105,23 @@ def check(rank: int, world: int, vocab: int, kind: str, dtype: torch.dtype) -> f
     return loss.item()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["plain", "replicate", "shard", "rows"])
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        (2, "plain"),
+        (3, "replicate"),
+        (4, "shard"),
+        (2, "rows"),
+        *(
+            pytest.param(world, kind, marks=pytest.mark.slow)
+            for world, kind in [(3, "plain"), (4, "plain"), (2, "replicate"), (4, "replicate"), (2, "shard")]
+        ),
+        *(
+            pytest.param(world, kind, marks=pytest.mark.slow)
+            for world, kind in [(3, "shard"), (3, "rows"), (4, "rows")]
+        ),
+    ],
+)
 def test_every_rank_has_the_dense_loss_and_gradients(ranks, world, kind):
     for vocab, dtype in ((37, torch.float64), (37, torch.float32), (3, torch.float64)):
         losses = ranks.run(world, check, vocab, kind, dtype)

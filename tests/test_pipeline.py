@@ -143,9 +143,15 @@ CELLS = [
     Cell("1F1B", "gpt", dp_shard=2, checkpointed=True),
     Cell("1F1B", "llama", pp=4),
     Cell("Interleaved1F1B", "gpt", checkpointed=True),
-    Cell("Interleaved1F1B", "llama", compiled=True),
-    Cell("Interleaved1F1B", "llama", dp_shard=2),
-    Cell("InterleavedZeroBubble", "gpt"),
+    *(
+        IN_SLOW_RUN := [
+            Cell("Interleaved1F1B", "llama", compiled=True),
+            Cell("Interleaved1F1B", "llama", dp_shard=2),
+            Cell("1F1B", "llama", compiled=True, checkpointed=True),
+            Cell("GPipe", "llama", pp=4),
+            Cell("InterleavedZeroBubble", "gpt"),
+        ]
+    ),
     Cell("InterleavedZeroBubble", "llama", cp=2),
     Cell("ZBVZeroBubble", "llama", checkpointed=True),
     Cell("ZBVZeroBubble", "llama", dp_shard=2),
@@ -153,7 +159,9 @@ CELLS = [
 
 
 @pytest.mark.filterwarnings("ignore:schedule ZBVZeroBubble with activation checkpointing")
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell in IN_SLOW_RUN)) for cell in CELLS], ids=str
+)
 def test_a_pipeline_gives_the_gradients_of_the_whole_model(ranks, cell):
     ranks.run(cell.world, check, cell, timeout=90)
 

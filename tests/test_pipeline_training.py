@@ -11,10 +11,10 @@ from parity import DROPOUT, JOB, PEAKED, TINY, Record, compare, record_run, scat
 STEPS = 10
 
 
-def job(model: str, num_layers: int) -> list[str]:
+def job(model: str, num_layers: int, steps: int = STEPS) -> list[str]:
     sizes = [*TINY[model], f"model.num_layers={num_layers}", "model.tie_weights=true"]
     sizes += DROPOUT if model == "gpt" else ()
-    return [*sizes, *JOB, PEAKED, "training.seq_len=97", f"training.steps={STEPS}"]
+    return [*sizes, *JOB, PEAKED, "training.seq_len=97", f"training.steps={steps}"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Case:
     model: str
     num_layers: int = 2
     options: tuple[str, ...] = ()
+    steps: int = STEPS
 
     def __str__(self) -> str:
         mesh = self.mesh.replace("mesh.", "").replace(" ", ",")
@@ -35,7 +36,7 @@ class Case:
 
 CASES = [
     Case("mesh.pp=2", 2, "1F1B", "gpt"),
-    Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4),
+    Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, steps=4),
     Case(
         "mesh.pp=2 mesh.tp=2",
         4,
@@ -43,9 +44,11 @@ CASES = [
         "gpt",
         2,
         ("activation_checkpointing.mode=selective", "training.loss_chunk_tokens=16"),
+        steps=4,
     ),
     Case("mesh.pp=2 mesh.dp_shard=2", 4, "InterleavedZeroBubble", "gpt", 4),
     Case("mesh.pp=2 mesh.tp=2", 4, "GPipe", "llama", 2, ("tensor_parallel.sequence_parallel=false",)),
+    Case("mesh.pp=2 mesh.tp=2", 4, "1F1B", "gpt", 2, ("activation_checkpointing.mode=selective",)),
     Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, ("training.compile=true",)),
     Case("mesh.pp=4", 4, "GPipe", "llama", 4, ("activation_checkpointing.mode=full",)),
     Case("mesh.pp=2 mesh.cp=2 mesh.tp=2", 8, "1F1B", "gpt", 2, ("attention.layout=striped",)),
@@ -64,12 +67,12 @@ def merge(records: list[Record]) -> Record:
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_QUICK_RUN)) for case in CASES], ids=str
 )
 def test_training_in_stages_equals_one_rank(ranks, case):
-    base = job(case.model, case.num_layers)
+    base = job(case.model, case.num_layers, case.steps)
     overrides = [*base, *case.mesh.split(), f"pipeline.schedule={case.schedule}", "training.local_batch_size=1"]
     if "dp_" in case.mesh:
         overrides += ["training.global_batch_size=4"]
-    reference = ranks.run(1, record_run, base, scattered, (1, STEPS))[0]
-    records = ranks.run(case.world, record_run, [*overrides, *case.options], scattered, (1, STEPS), timeout=200)
+    reference = ranks.run(1, record_run, base, scattered, (1, case.steps))[0]
+    records = ranks.run(case.world, record_run, [*overrides, *case.options], scattered, (1, case.steps), timeout=200)
     for record in records:
         assert record.losses == records[0].losses
         assert record.grad_norms == records[0].grad_norms

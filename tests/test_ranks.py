@@ -82,7 +82,7 @@ def test_a_hang_names_the_rank_and_its_stack(ranks):
     assert message.startswith("ranks [1] did not return within 0.5 s")
     assert "returned: [0]" in message
     assert "in sleep_on_rank_1" in message
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert_works(ranks, 2)
 
 
