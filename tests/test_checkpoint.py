@@ -67,7 +67,9 @@ OTHER_MESH = [
     ("llama", 1, "", 2, "mesh.cp=2"),
     ("llama", 2, "mesh.dp_shard=2", 3, "mesh.cp=3 attention.layout=striped attention.strategy=all_gather"),
     pytest.param("gpt", 2, "mesh.cp=2", 4, "mesh.cp=2 mesh.dp_shard=2", marks=pytest.mark.slow),
-    ("gpt", 4, "mesh.pp=2 mesh.tp=2 training.local_batch_size=1", 4, "mesh.cp=2 mesh.tp=2"),
+    pytest.param(
+        "gpt", 4, "mesh.pp=2 mesh.tp=2 training.local_batch_size=1", 4, "mesh.cp=2 mesh.tp=2", marks=pytest.mark.slow
+    ),
     pytest.param("llama", 2, "mesh.tp=2", 2, "mesh.pp=2 training.local_batch_size=1", marks=pytest.mark.slow),
     pytest.param("llama", 4, "mesh.cp=2 mesh.dp_replicate=2", 1, "training.local_batch_size=1", marks=pytest.mark.slow),
     pytest.param("gpt", 3, "mesh.cp=3", 2, "mesh.dp_replicate=2", marks=pytest.mark.slow),

@@ -258,7 +258,7 @@ MESHES = [
     ("mesh.cp=4 attention.layout=contiguous", 4),
     ("mesh.dp_shard=2", 2),
     ("mesh.cp=2 mesh.dp_shard=2 attention.strategy=all_gather", 4),
-    ("mesh.cp=2 training.local_batch_size=1", 2),
+    pytest.param("mesh.cp=2 training.local_batch_size=1", 2, marks=pytest.mark.slow),
 ]
 MORE_MESHES = [("mesh.cp=2", 2), ("mesh.cp=2 mesh.dp_replicate=2", 4), ("mesh.cp=2 training.compile=true", 2)]
 

@@ -123,7 +123,7 @@ def check_compiled(rank: int, world: int, backend: str) -> None:
         assert counter.frame_count == before + 1, "another length or layout in as many slots compiles nothing"
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_attention_of_dtensors_is_exact(ranks, backend):
     ranks.run(2, check_compiled, backend, timeout=180)
 

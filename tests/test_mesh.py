@@ -313,6 +313,7 @@ def test_dims_made_for_another_world_are_refused_on_every_rank(ranks: Ranks):
     ranks.run_expecting(2, build, ValueError, pattern, {"cp": 4, "world_size": 4})
 
 
+@pytest.mark.slow
 def test_meshes_in_a_row_leave_nothing_behind(ranks: Ranks):
     def num_files(rank, world):
         build(rank, world, {"cp": 2, "tp": 2})

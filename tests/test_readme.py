@@ -21,7 +21,7 @@ def execute(rank: int, world: int, snippet: str, backend: str) -> None:
         exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
 def test_every_snippet_of_the_readme_runs_on_two_ranks(ranks, index, backend):
     """With the default backend in the slow run."""

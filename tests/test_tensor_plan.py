@@ -113,7 +113,7 @@ def take_gradients(model: nn.Module, dims: Any, door: str, layout: dtcp.Sequence
 
 BY_HAND = [
     ("gpt", "context", False, True, {"cp": 2, "tp": 2}),
-    ("llama", "plan", False, True, {"cp": 2, "tp": 2}),
+    pytest.param("llama", "plan", False, True, {"cp": 2, "tp": 2}, marks=pytest.mark.slow),
     pytest.param("gpt", "plan", False, False, {"cp": 2, "tp": 2}, marks=pytest.mark.slow),
     ("llama", "context", False, False, {"tp": 2}),
     pytest.param("gpt", "context", False, True, {"tp": 2}, marks=pytest.mark.slow),

@@ -58,7 +58,9 @@ CASES = [
         Case("mesh.cp=2 mesh.dp_shard=2", 4, "ring", "striped", "llama", scattered, 97), marks=pytest.mark.slow
     ),
     Case("mesh.cp=2 mesh.dp_shard=2", 4, "all_gather", "head_tail", "gpt", scattered, 97),
-    Case("mesh.cp=2 mesh.dp_replicate=2", 4, "ring", "head_tail", "llama", tail, 96),
+    pytest.param(
+        Case("mesh.cp=2 mesh.dp_replicate=2", 4, "ring", "head_tail", "llama", tail, 96), marks=pytest.mark.slow
+    ),
     pytest.param(
         Case("mesh.cp=2 mesh.dp_replicate=2", 4, "all_gather", "contiguous", "gpt", scattered, 97),
         marks=pytest.mark.slow,
@@ -86,6 +88,7 @@ def test_training_on_a_mesh_equals_one_rank(ranks, one_rank, case):
     assert reference.losses[-1] < reference.losses[0] - 0.5  # it does learn
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_equals_one_large_batch(ranks, one_rank):
     accumulate = [*job("llama", 97), "mesh.cp=2", "training.local_batch_size=1"]
     reference = one_rank("llama", scattered, 97)
