@@ -1,19 +1,20 @@
-"""The peak of bytes that live tensors hold, of those allocated inside a block."""
+"""The peak of bytes that are allocated inside a block, by dispatched ops or by the allocator's own account."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class _Tracker(TorchDispatchMode):
-    """Sees every op, also inside custom ops, and counts each storage it has not met until it is freed."""
+    """Sees every op, but for those inside custom ops, and counts each storage it has not met until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,3 +52,15 @@ def peak_live_bytes() -> Iterator[_Tracker]:
     tracker = _Tracker()
     with tracker:
         yield tracker
+
+
+def peak_allocated_bytes(run: Callable[[], Any]) -> int:
+    """Return the peak of what torch's CPU allocator hands out during ``run``, also inside custom ops."""
+    with profile(profile_memory=True) as profiler:
+        run()
+    changes = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

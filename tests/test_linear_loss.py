@@ -14,7 +14,7 @@ from torch import Tensor
 import dtcp
 from dtcp import linear_loss_op
 from dtcp.models import build_model
-from live_bytes import peak_live_bytes
+from live_bytes import peak_allocated_bytes
 from oracle import relative_error
 
 VOCAB, DIM, TOKENS = 37, 16, (3, 7)
@@ -258,15 +258,16 @@ def test_peak_bytes_are_those_of_a_chunk(dtype):
     weight = torch.randn(vocab, dim, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(vocab, (num_tokens,), generator=generator)
     peaks = {}
-    for name in ("full", "chunked"):
+    losses = {
+        "full": lambda: dtcp.token_loss(F.linear(hidden, weight), labels),
+        "chunked": lambda: dtcp.linear_token_loss(hidden, weight, labels, chunk_tokens=chunk),
+        "a chunk of all": lambda: dtcp.linear_token_loss(hidden, weight, labels, chunk_tokens=num_tokens),
+    }
+    for name, loss in losses.items():
         hidden.grad = weight.grad = None
-        with peak_live_bytes() as live:
-            if name == "full":
-                loss = dtcp.token_loss(F.linear(hidden, weight), labels)
-            else:
-                loss = dtcp.linear_token_loss(hidden, weight, labels, chunk_tokens=chunk)
-            loss.backward()
-        peaks[name] = live.peak
+        loss().backward()
+        hidden.grad = weight.grad = None
+        peaks[name] = peak_allocated_bytes(lambda loss=loss: loss().backward())
     size = dtype.itemsize
     logits = chunk * vocab * (4 + (size if size < 4 else 0))
     weights = vocab * dim * (4 + size + (4 if size < 4 else 0))  # the sum, the gradient, and what is added to the sum
@@ -275,6 +276,7 @@ def test_peak_bytes_are_those_of_a_chunk(dtype):
     assert peaks["chunked"] <= logits + weights + hiddens + labels_and_losses
     assert peaks["full"] >= 2 * num_tokens * vocab * 4
     assert peaks["chunked"] < peaks["full"] / 10
+    assert peaks["a chunk of all"] >= num_tokens * vocab * 4  # so what is inside the op is seen
 
 
 # ---- in a model ------------------------------------------------------------------------------------------------------
