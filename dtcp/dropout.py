@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtcp.dtensor import is_dtensor, local_part
 from dtcp.recompute import restored_in_recomputation
 
 # Note [Integers that wrap]
@@ -156,8 +157,7 @@ class Dropout(nn.Module):
             )
         if is_dtensor(x):
             return self._drop_shards(x, keys)
-        if is_dtensor(keys):
-            keys = _local(keys)
+        keys = local_part(keys)
         _check_keys(keys, x)
         return self._drop(x, keys, feature_words(x.shape[2:], x.device))
 
@@ -241,15 +241,6 @@ def draw_keys(x: Tensor) -> Tensor:
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=x.device)
     rows, positions = (torch.arange(size, device=x.device) for size in x.shape[:2])
     return dropout_keys(seed, 0, rows, positions)
-
-
-def is_dtensor(x: Tensor) -> bool:
-    """Told without loading the module."""
-    return hasattr(x, "placements")
-
-
-def _local(x: Any) -> Tensor:
-    return x.to_local()
 
 
 def name_dropouts(model: nn.Module) -> None:

@@ -5,12 +5,13 @@ Shapes: hidden (…, D), weight (V, D), bias (V,), labels (…) int64. A rank's 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dtcp.collectives import agree, resolve_group
+from dtcp.dtensor import is_dtensor, local_part
 from dtcp.linear_loss_op import NAME, forward_op
 from dtcp.loss import check_labels, divide_by_count, resolve_count
 
@@ -73,13 +74,13 @@ def linear_token_loss(
         _check(hidden, weight, labels, bias, chunk_tokens)
         hidden, weight, bias = _autocast(hidden, weight, bias)
         _check_alike(hidden, weight, bias, labels)
-        labels = _local(labels)
+        labels = local_part(labels)
         num_valid_tokens = resolve_count(num_valid_tokens, labels, mesh=mesh, ignore_index=ignore_index)
     except ValueError as error:
         _tell_others(group_name, hidden, error)
         raise
     hidden, sums_hidden = _whole_hidden(hidden, group_name)
-    weight, bias = _local(weight), None if bias is None else _local(bias)
+    weight, bias = local_part(weight), None if bias is None else local_part(bias)
     # Inside the op nothing requires grad.
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     total = forward_op(hidden, weight, bias, labels, ignore_index, chunk_tokens, group_name, sums_hidden, *needs)[0]
@@ -107,8 +108,8 @@ def _vocabulary_mesh(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tp_mesh: DeviceMesh | None
 ) -> DeviceMesh | None:
     """The mesh over which the vocabulary is spread, None where each rank has all of it."""
-    if not _is_dtensor(weight):
-        if _is_dtensor(hidden) or _is_dtensor(bias):
+    if not is_dtensor(weight):
+        if is_dtensor(hidden) or is_dtensor(bias):
             raise ValueError(
                 f"{NAME} got a plain weight beside a DTensor; pass the weight as a DTensor on the same mesh too, or "
                 "all of them plain (to_local(), with tp_mesh= for rows of the vocabulary)"
@@ -130,9 +131,9 @@ def _vocabulary_mesh(
     if tp_mesh is not None and tp_mesh != mesh:
         raise ValueError(f"{NAME} got tp_mesh={tp_mesh}, but weight is on {mesh}; leave tp_mesh out for DTensors")
     for name, x in (("hidden", hidden), ("bias", bias)):
-        if _is_dtensor(x) and x.device_mesh != mesh:  # type: ignore[union-attr]
+        if is_dtensor(x) and x.device_mesh != mesh:  # type: ignore[union-attr]
             raise ValueError(f"{NAME} got {name} on another mesh than weight: {x.device_mesh} and {mesh}")  # type: ignore[union-attr]
-    if bias is not None and (not _is_dtensor(bias) or bias.placements != placements):  # type: ignore[attr-defined]
+    if bias is not None and (not is_dtensor(bias) or bias.placements != placements):  # type: ignore[attr-defined]
         raise ValueError(f"{NAME} needs bias placed like weight, a DTensor with {placements}")
     if mesh.size() == 1 or placements[0].is_replicate():
         return None
@@ -145,7 +146,7 @@ def _vocabulary_mesh(
 
 def _whole_hidden(hidden: Tensor, group_name: str) -> tuple[Tensor, bool]:
     """Return ``hidden`` whole and plain, and whether its gradient is still to be added up over the tp group."""
-    if not _is_dtensor(hidden):
+    if not is_dtensor(hidden):
         return hidden, bool(group_name)
     from torch.distributed.tensor import Partial, Replicate
 
@@ -157,10 +158,6 @@ def _whole_hidden(hidden: Tensor, group_name: str) -> tuple[Tensor, bool]:
     share = Partial() if group_name and not is_whole else Replicate()
     whole = hidden.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
     return whole.to_local(grad_placements=[share]), sums_hidden
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if _is_dtensor(x) else x  # type: ignore[attr-defined]
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -182,17 +179,13 @@ def _check_alike(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Te
             raise ValueError(
                 f"{NAME} needs {name} in the dtype of hidden, {hidden.dtype}, got {x.dtype}; use hidden.to({x.dtype})"
             )
-    if _is_dtensor(labels) and not all(p.is_replicate() for p in labels.placements):  # type: ignore[attr-defined]
+    if is_dtensor(labels) and not all(p.is_replicate() for p in labels.placements):  # type: ignore[attr-defined]
         raise ValueError(
             f"{NAME} needs the labels of all tokens on each tp rank, got {labels.placements}; use "  # type: ignore[attr-defined]
             "labels.redistribute(placements=[Replicate()])"
         )
-    if _is_dtensor(hidden) and not hasattr(hidden, "redistribute"):
+    if is_dtensor(hidden) and not hasattr(hidden, "redistribute"):
         raise ValueError(f"{NAME} does not take a {type(hidden).__name__}; use its to_local(), with labels cut like it")
-
-
-def _is_dtensor(x: Any) -> bool:
-    return isinstance(x, Tensor) and hasattr(x, "placements")  # told without loading the module
 
 
 def _tell_others(group_name: str, hidden: Tensor, error: Exception | None) -> None:

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import register_flop_formula
 
 from dtcp.collectives import DTYPES, agree, all_gather_rows, resolve_group
-from dtcp.loss import outside_vocabulary
+from dtcp.loss import is_outside_vocabulary, outside_vocabulary
 
 NAME = "linear_token_loss"
 _SCALED_ROWS = 4096  # of a half precision weight's gradient that are in float32 twice at a time
@@ -145,8 +145,7 @@ def _in_own_rows(
         counts = all_gather_rows(torch.tensor([num_rows], device=labels.device), group).tolist()
         first, vocab_size = sum(counts[: group.rank()]), sum(counts)
     flat = labels.reshape(-1).to(torch.int64)
-    outside = (flat != ignore_index) & ((flat < 0) | (flat >= vocab_size))
-    if outside.any():
+    if is_outside_vocabulary(flat, vocab_size, ignore_index).any():
         raise outside_vocabulary(NAME, labels, vocab_size, "rows of weight", ignore_index)
     return flat - first, vocab_size
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtcp.collectives import check_mesh
+from dtcp.dtensor import is_dtensor
 from dtcp.vocabulary import vocabulary_parallel_cross_entropy
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def token_loss(
 
 
 def _summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    if hasattr(logits, "placements"):  # a DTensor, told without loading its module
+    if is_dtensor(logits):
         if type(labels) is Tensor and labels.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_ids(labels, logits.size(-1), ignore_index)
         return vocabulary_parallel_cross_entropy(logits, labels, ignore_index=ignore_index)  # type: ignore[arg-type]
@@ -82,7 +83,7 @@ def _summed_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> 
 
 
 def _check_ids(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    if bool(((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).any()):
+    if bool(is_outside_vocabulary(labels, vocab_size, ignore_index).any()):
         raise outside_vocabulary("token_loss", labels, vocab_size, "last dim of logits", ignore_index)
 
 
@@ -116,10 +117,14 @@ def divide_by_count(total: Tensor, count: Tensor | int) -> Tensor:
     return total / torch.as_tensor(count, device=total.device).clamp(min=1)
 
 
+def is_outside_vocabulary(labels: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
+    """Return which labels are neither in ``0..vocab_size - 1`` nor ``ignore_index``."""
+    return (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
+
+
 def outside_vocabulary(caller: str, labels: Tensor, vocab_size: int, of: str, ignore_index: int) -> ValueError:
     """The error that names the first label outside the vocabulary; there has to be one."""
-    is_outside = (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
-    position = tuple(is_outside.nonzero()[0].tolist())
+    position = tuple(is_outside_vocabulary(labels, vocab_size, ignore_index).nonzero()[0].tolist())
     return ValueError(
         f"{caller}: label {labels[position].item()} at {position} is outside the vocabulary of {vocab_size}, the "
         f"{of}; give labels in 0..{vocab_size - 1}, or ignore_index={ignore_index} for no target"

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dtcp.dtensor import is_dtensor
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -51,7 +53,7 @@ def _check(logits: DTensor, labels: Tensor) -> None:
             f"{tuple(placements)} over mesh axes {logits.device_mesh.mesh_dim_names}; use "
             "logits.redistribute(placements=[Shard(-1)]), or logits.to_local() where a rank has them all"
         )
-    if hasattr(labels, "placements"):
+    if is_dtensor(labels):
         raise ValueError(
             "token_loss with vocabulary-parallel logits needs plain labels, equal on every tp rank, got a DTensor; use "
             "labels.full_tensor()"

@@ -137,21 +137,20 @@ def check(rank: int, world: int, cell: Cell) -> None:
         check_gradients(2)
 
 
+IN_SLOW_RUN = [
+    Cell("Interleaved1F1B", "llama", compiled=True),
+    Cell("Interleaved1F1B", "llama", dp_shard=2),
+    Cell("1F1B", "llama", compiled=True, checkpointed=True),
+    Cell("GPipe", "llama", pp=4),
+    Cell("InterleavedZeroBubble", "gpt"),
+]
 CELLS = [
+    *IN_SLOW_RUN,
     Cell("GPipe", "gpt", cp=2, door="context"),
     Cell("1F1B", "llama", cp=2),
     Cell("1F1B", "gpt", dp_shard=2, checkpointed=True),
     Cell("1F1B", "llama", pp=4),
     Cell("Interleaved1F1B", "gpt", checkpointed=True),
-    *(
-        IN_SLOW_RUN := [
-            Cell("Interleaved1F1B", "llama", compiled=True),
-            Cell("Interleaved1F1B", "llama", dp_shard=2),
-            Cell("1F1B", "llama", compiled=True, checkpointed=True),
-            Cell("GPipe", "llama", pp=4),
-            Cell("InterleavedZeroBubble", "gpt"),
-        ]
-    ),
     Cell("InterleavedZeroBubble", "llama", cp=2),
     Cell("ZBVZeroBubble", "llama", checkpointed=True),
     Cell("ZBVZeroBubble", "llama", dp_shard=2),

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import check_mesh
+from dtcp.dtensor import is_dtensor
 from dtcp.layout import SequenceLayout
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool,
             raise NotImplementedError(
                 f"{name} has a forward-mode tangent, which attention does not carry on; use reference_attention"
             )
-        if hasattr(x, "placements"):  # a DTensor, told without loading its module
+        if is_dtensor(x):
             raise NotImplementedError(
                 f"{name} is a DTensor and this call takes a rank's own part; pass {name}.to_local(), or call "
                 "F.scaled_dot_product_attention, which takes DTensors"

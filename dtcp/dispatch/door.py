@@ -8,21 +8,15 @@ after such a mode, which may take the call apart first; so it attends from here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dtcp.dispatch.frames import current, is_traced
 from dtcp.dispatch.untraced import untraced
+from dtcp.dtensor import is_dtensor
 
 _operator = torch.ops.aten.scaled_dot_product_attention.default
 _KEY = "PythonTLSSnapshot"
-
-
-def is_dtensor(x: Any) -> bool:
-    """Whether ``x`` is a DTensor, or one with a layout (``as_dtensor``); told without loading their modules."""
-    return isinstance(x, Tensor) and hasattr(x, "placements")
 
 
 @untraced

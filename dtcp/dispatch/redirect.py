@@ -21,10 +21,10 @@ from torch._higher_order_ops.flex_attention import FlexAttentionHOP
 
 from dtcp.dispatch import multihead
 from dtcp.dispatch.attend import attend
-from dtcp.dispatch.door import is_dtensor
 from dtcp.dispatch.frames import current, is_traced
 from dtcp.dispatch.operators import KEYS, put_refusals, refuse_math, registrations
 from dtcp.dispatch.untraced import untraced
+from dtcp.dtensor import is_dtensor
 from dtcp.recompute import checkpoint_patch
 from dtcp.replicas import refuse_ddp
 

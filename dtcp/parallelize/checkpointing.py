@@ -16,7 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import dtcp.attention.ops  # noqa: F401  # defines attention_forward
-from dtcp.dispatch.door import is_dtensor
+from dtcp.dtensor import is_dtensor
+from dtcp.parallelize.blocks import named_blocks
 
 MODES = ("none", "full", "selective")
 
@@ -80,13 +81,7 @@ def _checked_blocks(model: nn.Module, mode: str, every: int) -> list[tuple[Any, 
         raise ValueError(f"activation checkpointing mode must be one of {', '.join(MODES)}, got {mode!r}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be an integer of at least 1, got {every!r}; 1 treats every block")
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"apply_activation_checkpointing wants the blocks of {type(model).__name__} in model.layers, a ModuleList "
-            f"or ModuleDict, got {type(layers).__name__}; rename it, or wrap blocks by torch's checkpoint_wrapper"
-        )
-    blocks = list(layers.items() if isinstance(layers, nn.ModuleDict) else enumerate(layers))
+    blocks = named_blocks(model, "apply_activation_checkpointing", "wrap blocks by torch's checkpoint_wrapper")
     for name, block in blocks:
         for inner_name, module in block.named_modules():
             if isinstance(module, ActivationWrapper):

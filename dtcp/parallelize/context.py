@@ -22,10 +22,10 @@ from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.ops import attention_forward
 from dtcp.attention.reference import reference_attention
 from dtcp.collectives import check_mesh
-from dtcp.dispatch.door import is_dtensor
 from dtcp.dispatch.dtensors import attend_over_group
 from dtcp.dispatch.frames import current
 from dtcp.dropout import ModelWithDropout
+from dtcp.dtensor import is_dtensor
 from dtcp.layout import SequenceLayout
 from dtcp.parallelize.unmatched import refuse_unmatched_entries
 from dtcp.recompute import restored_in_recomputation

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtcp.dropout import Dropout, is_dtensor
+from dtcp.dropout import Dropout
+from dtcp.dtensor import is_dtensor
 
 
 class SequenceParallelDropout(ParallelStyle):

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from dtcp.mesh import ParallelDims
+from dtcp.parallelize.blocks import named_blocks
 
 
 def apply_fsdp(
@@ -41,18 +42,13 @@ def apply_fsdp(
     """
     mesh = dims.view("hsdp") if dims.dp_replicate > 1 else dims.view("fsdp")
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"apply_fsdp wants the blocks of {type(model).__name__} in model.layers, a ModuleList or ModuleDict, "
-            f"got {type(layers).__name__}; rename it, or call torch's fully_shard with dims.view('fsdp')"
-        )
+    blocks = named_blocks(model, "apply_fsdp", "call torch's fully_shard with dims.view('fsdp')")
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     placement = functools.partial(_placement, num_shards=dims.view("fsdp").size())
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, shard_placement_fn=placement
     )
-    for block in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+    for _, block in blocks:
         shard(block, reshard_after_forward=reshard_after_forward)
     shard(model, reshard_after_forward=False)
     for unit in _units(model):

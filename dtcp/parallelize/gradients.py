@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtcp.collectives import all_gather_ints
+from dtcp.dtensor import local_part
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.pipeline import Pipeline
 
@@ -63,7 +64,7 @@ def reduce_gradients(model: nn.Module, dims: ParallelDims) -> None:
         if has_gradient:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(_local(parameter.grad))
+            gradients.append(local_part(parameter.grad))
     for bucket in _buckets(gradients):
         _all_reduce_bucket(bucket, group)
     for _, parameter in parameters:
@@ -104,7 +105,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, dims: ParallelDims) -> Te
     if gradients and not math.isinf(max_norm):
         scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         for gradient in gradients:
-            local = _local(gradient)
+            local = local_part(gradient)
             local.mul_(scale.to(local.device))
     return norm
 
@@ -113,7 +114,7 @@ def _global_norm(gradients: Iterable[Tensor]) -> Tensor:
     """2-norm of all gradients together, 0-d float32; squares are added in float64."""
     by_mesh: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
-        by_mesh.setdefault(_sharded_over(gradient), []).append(_local(gradient))
+        by_mesh.setdefault(_sharded_over(gradient), []).append(local_part(gradient))
     total = torch.zeros((), dtype=torch.float64)
     for sharded_over, local_gradients in by_mesh.items():
         square = _sum_of_squares(local_gradients)
@@ -171,7 +172,7 @@ def _check_same_weights(parameters: list[tuple[str, nn.Parameter]], group: dist.
     """Replicas that start from different weights would be pulled about by each other's gradients, without an error."""
     checksums = []
     for _, parameter in parameters:
-        local = _local(parameter.detach())
+        local = local_part(parameter.detach())
         if local.element_size() in _INTEGERS and not local.is_complex():
             checksums.append(local.contiguous().view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64))
     if not checksums:
@@ -190,10 +191,6 @@ def _refuse_sharded(name: str, parameter: Tensor) -> None:
             f"reduce_gradients is for plain parameters, got {name} as a DTensor over "
             f"{parameter.device_mesh.mesh_dim_names}; FSDP2 reduces it in backward, so leave the call out"
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtcp.parallelize.blocks import named_blocks
+
 if TYPE_CHECKING:  # what a step needs is loaded when the step is taken: `import dtcp` stays light
     from torch.distributed.fsdp import OffloadPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -95,6 +97,7 @@ def parallelize(
     from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel
 
+    _blocks(model)
     _check(model, dims, compile, pipeline)
     if dims.tp > 1:
         from dtcp.parallelize.tensor import apply_tensor_parallel
@@ -118,8 +121,7 @@ def parallelize(
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    layers: Any = model.layers
-    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
+    return [block for _, block in named_blocks(model, "parallelize", "take the steps one by one")]
 
 
 def _shard(model: nn.Module, dims: ParallelDims, options: dict[str, Any], **more: Any) -> None:
@@ -162,11 +164,6 @@ def _make_pipeline(
 def _check(
     model: nn.Module, dims: ParallelDims, compile: bool | Mapping[str, Any], pipeline: PipelineOptions | None
 ) -> None:
-    if not isinstance(getattr(model, "layers", None), nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"parallelize wants the blocks of {type(model).__name__} in model.layers, an nn.ModuleList or ModuleDict, "
-            f"got {type(getattr(model, 'layers', None)).__name__}; rename it, or take the steps one by one"
-        )
     if isinstance(compile, Mapping) and "fullgraph" in compile:
         raise ValueError("parallelize compiles every block with fullgraph=True; leave fullgraph out of compile=")
     if dims.pp == 1 and pipeline is not None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dtcp.collectives import agree
+from dtcp.dtensor import local_part
 from dtcp.loss import token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.stages import check_num_microbatches, find_schedule
@@ -281,7 +281,7 @@ class Pipeline(nn.Module):
         peer = self._group.size() - 1 if self.is_first else 0
         for name, parameter in self._tied_parameters().items():
             assert parameter.grad is not None, name
-            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            own = local_part(parameter.grad)
             other = torch.empty_like(own)
             transfers = [
                 dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=peer),

@@ -62,7 +62,7 @@ def deal_layers(num_layers: int, num_stages: int) -> list[range]:
 def check_num_microbatches(schedule: str, num_microbatches: int, pp: int) -> None:
     """Raise ``ValueError`` unless the schedule can run so many microbatches.
 
-    1F1B and the V need one for each stage at least, the interleaved ones equal rounds of about ``pp``.
+    1F1B and the V need one for each pp rank at least, the interleaved ones equal rounds of about ``pp``.
     """
     kind = find_schedule(schedule)
     if kind.is_looped and not kind.is_v_shaped:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtcp.dtensor import local_part
 from dtcp.models.init import plain_name
 from dtcp.parallelize.fsdp import free_full_parameters
 from dtcp.parallelize.pipeline import Pipeline
@@ -105,8 +106,7 @@ def _first_token(
 def _all_finite(tensor: Tensor | None) -> bool:
     if tensor is None:
         return True
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(local.isfinite().all())
+    return bool(local_part(tensor).isfinite().all())
 
 
 def _lowest(index: int, device: torch.device) -> int:
