@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dtcp.models.gpt import GPTConfig
-from dtcp.models.init import _assign, plain_name
+from dtcp.models.init import assign, plain_name
 from dtcp.models.llama import LlamaConfig
 from dtcp.models.rope import RopeScaling
 
@@ -216,7 +216,7 @@ def load_safetensors(model: nn.Module, folder: str | Path, *, whole: nn.Module |
                     f"{folder}: {name} is {tuple(value.shape)}, the model has {tuple(parameter.shape)}; set the "
                     "model's sizes to those of the folder"
                 )
-            _assign(parameter, value.to(parameter.dtype))
+            assign(parameter, value.to(parameter.dtype))
 
 
 def check_hf_config(config: LlamaConfig | GPTConfig, folder: Path) -> None:

@@ -55,7 +55,7 @@ def initialize(model: nn.Module, seed: int, rule: Callable[[str], Init]) -> None
                     "call model.to_empty(device=...) before init_weights"
                 )
             name = plain_name(qualified_name)
-            _assign(parameter, draw(parameter.shape, seed, name, rule(name)))
+            assign(parameter, draw(parameter.shape, seed, name, rule(name)))
 
 
 def draw(shape: torch.Size, seed: int, name: str, init: Init) -> Tensor:
@@ -82,7 +82,8 @@ def _stable_hash(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "little")
 
 
-def _assign(parameter: Tensor, full: Tensor) -> None:
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Put ``full`` into ``parameter``; into a DTensor this rank's part of it, without communication."""
     # Not imported here: whoever made a DTensor has imported the module, and nobody else should pay for it.
     tensor_module = sys.modules.get("torch.distributed.tensor")
     if tensor_module is None or not isinstance(parameter, tensor_module.DTensor):

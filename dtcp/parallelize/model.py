@@ -77,7 +77,8 @@ def parallelize(
             device: ``model.to_empty(device=…)`` and ``model.init_weights(seed)`` come after.
         dims: Built mesh.
         sequence_parallel, tensor_plan: See ``apply_tensor_parallel``; a plan for models other than GPT and Llama.
-        context_plan: Of a block, at cp > 1; None: ``{"attention.sdpa": ContextParallel(strategy=…, kernel=…)}``.
+        context_plan: Of a block, at cp > 1; None: ``{"attention.sdpa": ContextParallel(strategy=…, kernel=…)}``. An
+            empty one leaves attention to another door, ``with context_parallel(...)``.
         strategy, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
         offload_activations: Keep what the treated blocks keep on the host.
@@ -105,8 +106,9 @@ def parallelize(
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     style = ContextParallel(strategy=strategy, kernel=kernel)  # checks the names also where cp is 1
     if dims.cp > 1:
-        for block in _blocks(model):
-            parallelize_module(block, dims.view("cp"), dict(context_plan or {"attention.sdpa": style}))
+        plan = {"attention.sdpa": style} if context_plan is None else dict(context_plan)
+        for block in _blocks(model) if plan else ():
+            parallelize_module(block, dims.view("cp"), plan)
     apply_activation_checkpointing(model, activation_checkpointing, every=checkpoint_every, offload=offload_activations)
     if compile:
         for block in _blocks(model):

@@ -4,14 +4,12 @@ import sys
 
 import hydra
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
 from dtcp.train.config import register_schemas, to_job_config
 from dtcp.train.run_folder import find_start, open_run_folder
-from dtcp.train.session import JobError, Session, StopSignal, leave, report, start_session
+from dtcp.train.session import JobError, Session, StopSignal, leave, refuse_sweep, report, start_session
 from dtcp.train.trainer import Trainer
 
 register_schemas()
@@ -41,12 +39,6 @@ def run(config: DictConfig) -> None:
         leave(session, 1, together=isinstance(error, JobError))
     is_done = trainer.step == job.training.steps
     leave(session, 0 if is_done else 128 + signal.number, together=True)
-
-
-def refuse_sweep() -> None:
-    """Refuse hydra's --multirun: a job ends with its process."""
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        raise NotImplementedError("--multirun is not supported; start one job after another, each with its run.name")
 
 
 if __name__ == "__main__":

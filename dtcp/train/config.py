@@ -5,6 +5,7 @@ by member name, which is why the members are lower case.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, get_args
@@ -211,12 +212,16 @@ def refuse_added_keys(config: DictConfig, prefix: str = "") -> None:
             refuse_added_keys(child, f"{prefix}{key}.")
 
 
-def compose_job_config(overrides: list[str]) -> JobConfig:
-    """Return the configuration that ``python -m dtcp.train <overrides>`` would run with."""
+def compose_job_config(overrides: list[str], name: str = "config") -> JobConfig:
+    """Return the configuration that ``python -m dtcp.train <overrides>`` would run with.
+
+    Args:
+        name: Of the file in ``conf/`` to begin with.
+    """
     register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="dtcp.train"):
-        return to_job_config(compose("config", overrides=overrides))
+        return to_job_config(compose(name, overrides=overrides))
 
 
 def to_model_config(model: Any) -> GPTConfig | LlamaConfig:
@@ -239,6 +244,7 @@ def to_data_config(data: Any) -> DataConfig:
     return DataConfig(**dataclasses.asdict(data))
 
 
+@functools.cache  # a schema that extends this one has the same types in it
 def _open_twin(kind: type, **more: Any) -> type:
     """The dataclass ``kind`` without ``frozen``, which hydra would refuse to override; a value comes from outside.
 

@@ -1,5 +1,7 @@
 """From a model on the meta device to one that is cut, compiled, sharded and has its weights."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from dtcp.train.config import DType, JobConfig
 
 
 def parallelize_for_training(
-    model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device
+    model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device, **plans: Any
 ) -> nn.Module:
     """Return ``model`` ready for its first step: `parallelize` as the configuration says, and the initial weights.
 
@@ -21,13 +23,26 @@ def parallelize_for_training(
         model: On the meta device.
         dims: Built mesh.
         device: Where the parameters are going to live.
+        plans: As in `cut_model`.
 
     Raises:
         ValueError: If a name in the attention section is unknown, also when cp is 1 and it is not used; if ranks
             cannot share heads, features or layers.
     """
+    parallel = cut_model(model, dims, config, **plans)
+    parallel.to_empty(device=device)
+    initialize(parallel, config.debug.seed, model.weight_init)
+    return parallel
+
+
+def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: Any) -> nn.Module:
+    """Return `parallelize` of any model as the configuration says.
+
+    Args:
+        plans: ``tensor_plan`` and ``context_plan`` of `parallelize`, for models that dtcp has no plan for.
+    """
     training, checkpointing = config.training, config.activation_checkpointing
-    parallel = parallelize(
+    return parallelize(
         model,
         dims,
         sequence_parallel=config.tensor_parallel.sequence_parallel,
@@ -40,10 +55,8 @@ def parallelize_for_training(
         param_dtype=None if training.param_dtype is DType.float32 else training.param_dtype.torch_dtype,
         reduce_dtype=training.reduce_dtype.torch_dtype,
         pipeline=_pipeline_options(config) if dims.pp > 1 else None,
+        **plans,
     )
-    parallel.to_empty(device=device)
-    initialize(parallel, config.debug.seed, model.weight_init)
-    return parallel
 
 
 def _pipeline_options(config: JobConfig) -> PipelineOptions:

@@ -16,6 +16,8 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from dtcp.train.config import Device
 
@@ -35,6 +37,12 @@ class Session:
     world_size: int
     device: torch.device
     store: dist.Store | None = None  # None when nobody else is there to meet
+
+
+def refuse_sweep() -> None:
+    """Refuse hydra's --multirun: a job ends with its process."""
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise NotImplementedError("--multirun is not supported; start one job after another, each with its run.name")
 
 
 def start_session(device: Device) -> Session:

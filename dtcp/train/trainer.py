@@ -141,8 +141,7 @@ class Trainer:
         return self.evaluation.run(self.model, loss_sum, self._read_evaluation(), self.dims)
 
     def _read_evaluation(self) -> Iterator[Microbatch]:
-        if self.dims.cp > 1:
-            set_sequence(self.model, self.layout)
+        self.tell_sequence()
         for batch in range(self.evaluation.num_batches):
             for row_indices in self.rows:
                 tokens, labels = (x.to(self.device) for x in self.evaluation.read_rows(batch, row_indices))
@@ -153,10 +152,14 @@ class Trainer:
         seed_everything(self.config.debug.seed, deterministic=self.config.debug.deterministic)
         whole = build_model(self.model_config, device="meta")
         with agreed():
-            model = parallelize_for_training(whole, self.dims, self.config, self.device)
+            model = parallelize_for_training(whole, self.dims, self.config, self.device, **self.plans(whole))
             if self.config.model.weights is not None:
                 load_safetensors(model, self.config.model.weights, whole=whole)
         return model
+
+    def plans(self, model: nn.Module) -> dict[str, Any]:
+        """Plans of `parallelize` other than its own."""
+        return {}
 
     def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return tokens and labels of rows of the global batch of ``step`` (from 0): int64 (B, S) each, on the CPU.
@@ -177,6 +180,11 @@ class Trainer:
                     check_same_batch(torch.stack([tokens, labels]), self.dims.view(axis))
             microbatches.append(cut(tokens, labels, row_indices, mesh=self.dims.view("cp"), layout=self.layout))
         return microbatches
+
+    def tell_sequence(self) -> None:
+        """Tell the planned attention how the sequence is cut, before the forwards of a step."""
+        if self.dims.cp > 1:
+            set_sequence(self.model, self.layout)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Return this rank's logits, (B, S_local, V); with tp > 1 a DTensor, ``Shard(-1)`` over tp."""
@@ -235,8 +243,7 @@ class Trainer:
         Returns:
             This rank's share of the loss, 0-d float64, and the valid tokens of the global batch, 0-d int64.
         """
-        if self.dims.cp > 1:
-            set_sequence(self.model, self.layout)
+        self.tell_sequence()
         labels = torch.cat([microbatch.labels for microbatch in microbatches])
         num_valid_tokens = count_valid_tokens(labels, mesh=self.dims.view("loss"))
         share = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -1,0 +1,155 @@
+"""The doctor's configuration: that of the training job and a section of its own; and the small job that it examines."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from dtcp.layout import make_layout
+from dtcp.mesh import ParallelDims
+from dtcp.parallelize.stages import check_num_microbatches
+from dtcp.train.config import JobConfig, compose_job_config, register_schemas
+
+SHORT = 256  # tokens: enough for several tiles a rank, and a second on a laptop
+PEAKED = 2.0  # standard deviation of a query's and a key's elements after the norm: attention logits of about +-4
+
+
+class ReferenceDType(Enum):
+    float32 = "float32"
+    float64 = "float64"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64 if self is ReferenceDType.float64 else torch.float32
+
+
+class Door(Enum):
+    plan = "plan"
+    context = "context"
+
+
+@dataclass(slots=True)
+class DoctorConfig:
+    """How to examine the job; import paths are ``package.module:name``."""
+
+    seq_len: int | None = MISSING  # null: short, padded as the job's
+    rows: int | None = MISSING  # of the whole batch; null: as few as the mesh and the schedule need
+    reference_dtype: ReferenceDType = MISSING
+    model: str | None = MISSING  # a function without arguments
+    tensor_plan: str | None = MISSING  # a mapping, or a function of the model
+    context_plan: str | None = MISSING
+    door: Door = MISSING
+    json: str | None = MISSING
+
+
+@dataclass(slots=True)
+class DoctorJobConfig(JobConfig):
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
+
+
+def register_doctor_schema() -> None:
+    """Tell hydra's ConfigStore the job's schemas and this one."""
+    register_schemas()
+    ConfigStore.instance().store(name="doctor_schema", node=DoctorJobConfig)
+
+
+def compose_doctor_config(overrides: list[str]) -> DoctorJobConfig:
+    """Return the configuration that ``python -m dtcp.doctor <overrides>`` would examine."""
+    register_doctor_schema()
+    config = compose_job_config(overrides, "doctor")
+    assert isinstance(config, DoctorJobConfig)
+    return config
+
+
+def load(path: str, key: str) -> Any:
+    """Return what the import path ``package.module:name`` stands for.
+
+    Args:
+        key: That holds the path, for the message.
+
+    Raises:
+        ValueError: If it is no such path, or there is nothing under it.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ValueError(f"{key} has to be package.module:name, got {path!r}")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{key}={path} cannot be loaded ({error}); the module has to be on PYTHONPATH, or in the folder where the "
+            "command starts"
+        ) from error
+    return found
+
+
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """`load` of something to call."""
+    found = load(path, key)
+    if not callable(found):
+        raise ValueError(f"{key}={path} has to be a function or a class, got {type(found).__name__}")
+    return found
+
+
+def small_job(config: DoctorJobConfig) -> DoctorJobConfig:
+    """Return the job with a small batch, nothing written, and weights that let every fault show.
+
+    Raises:
+        ValueError: If the degrees do not fit the world, or a number of the section makes no sense.
+    """
+    doctor, training = config.doctor, config.training
+    for name in ("seq_len", "rows"):
+        if (value := getattr(doctor, name)) is not None and value < 1:
+            raise ValueError(f"doctor.{name} has to be at least 1, got {value}; null chooses one")
+    dims = ParallelDims(**dataclasses.asdict(config.mesh))
+    num_readers, num_microbatches = dims.dp_replicate * dims.dp_shard, _num_microbatches(config, dims.pp)
+    rows = doctor.rows or num_readers * num_microbatches * (1 if num_readers * num_microbatches > 1 else 2)
+    is_split = num_microbatches > 1
+    small = dataclasses.replace(
+        training,
+        seq_len=doctor.seq_len or _short(training.seq_len, dims, config),
+        global_batch_size=rows,
+        local_batch_size=max(1, rows // (num_readers * num_microbatches)) if is_split else None,
+        steps=max(1, training.steps),
+    )
+    return dataclasses.replace(
+        config,
+        training=small,
+        model=_peaked(config.model),
+        evaluation=dataclasses.replace(config.evaluation, every=0),
+        checkpoint=dataclasses.replace(config.checkpoint, every=0),
+        debug=dataclasses.replace(config.debug, check_same_batch_every=1),
+    )
+
+
+def _num_microbatches(config: DoctorJobConfig, pp: int) -> int:
+    """As few as the schedule can run; two where the job accumulates gradients over several."""
+    if pp == 1:
+        return 1 if config.training.local_batch_size is None else 2
+    check_num_microbatches(config.pipeline.schedule, pp, pp)
+    return pp
+
+
+def _short(seq_len: int, dims: ParallelDims, config: DoctorJobConfig) -> int:
+    """A length that leaves as many pads as ``seq_len`` does."""
+    multiple_of = dims.tp if config.tensor_parallel.sequence_parallel else 1
+    layout = make_layout(config.attention.layout, seq_len=seq_len, cp=dims.cp, multiple_of=multiple_of)
+    num_pads = layout.padded_seq_len - seq_len
+    unit = make_layout(config.attention.layout, seq_len=1, cp=dims.cp, multiple_of=multiple_of).padded_seq_len
+    return min(seq_len, -(-SHORT // unit) * unit - num_pads)
+
+
+def _peaked(model: Any) -> Any:
+    """The model section with query and key weights that make attention peaked, where it draws its own weights."""
+    if model.weights is not None or not hasattr(model, "qk_init_scale"):
+        return model
+    scale = PEAKED / (model.init_std * model.dim**0.5)
+    return dataclasses.replace(model, qk_init_scale=max(model.qk_init_scale, scale))

@@ -1,0 +1,291 @@
+"""The examination: the job's step on all ranks, one rank's step, and what to make of the difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dtcp
+from dtcp.doctor.compare import NOISE, TOLERANCE, Deviation, error_of, gather_gradients, gather_weights
+from dtcp.doctor.config import DoctorJobConfig, ReferenceDType
+from dtcp.doctor.hints import backward_of_attention, explain
+from dtcp.doctor.record import Recording, Traffic, record
+from dtcp.doctor.reference import Outcome, Reference
+from dtcp.doctor.report import Comparison, Report, largest
+from dtcp.doctor.subject import Subject, rank_and_world
+from dtcp.parallelize.gradients import clip_grad_norm_
+from dtcp.train.config import DType
+from dtcp.train.session import agreed
+
+HALF_FACTOR = 2.0  # of one rank's own error in bfloat16: both round, and not alike
+HALF_FLOOR = 0.02  # relative; gradients of few elements are chance in bfloat16
+ROUNDING_FACTOR = 4.0  # of one rank's own error in float32, where that is near the limit
+
+
+def examine(config: DoctorJobConfig, device: torch.device | str = "cpu") -> Report:
+    """Compare one step of the job on this mesh with one rank's. Collective; the verdict is the same on every rank.
+
+    Args:
+        config: See ``conf/doctor.yaml``; ``compose_doctor_config`` makes one.
+        device: Where this rank computes.
+
+    Raises:
+        ValueError, NotImplementedError: If the configuration is refused; JobError on all ranks of several.
+    """
+    examination = _Examination(config, torch.device(device))
+    examination.in_float32()
+    if examination.report.is_right and config.training.param_dtype is DType.bfloat16:
+        examination.in_bfloat16()
+    return examination.report
+
+
+class _Examination:
+    """One configuration; attributes of rank 0 are None elsewhere."""
+
+    def __init__(self, config: DoctorJobConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.is_first = rank_and_world()[0] == 0
+        self.reference: Reference | None = None
+        self.right: Outcome | None = None
+        self.report = Report("")
+
+    def in_float32(self) -> None:
+        """The strict comparison, and everything that is measured beside it."""
+        subject = self._subject(DType.float32)
+        self.report.job = f"{subject.describe()}"
+        self._take_weights(subject)
+        blocks = subject.named_blocks(subject.model)
+        (loss, norm), recording = record(lambda: _step(subject), blocks, subject.dims)
+        self._report_recording(subject, recording)
+        self._run_reference()
+        gathered, comparison = self._compare(subject, loss, norm, {})
+        if not comparison.is_right:
+            limits = self._limits_of_rounding(subject)
+            gathered, comparison = self._compare(subject, loss, norm, limits)
+        self.report.comparisons.append(comparison)
+        self._compare_attention_calls(subject, recording)
+        if not comparison.is_right:
+            self._explain(subject, gathered, comparison)
+
+    def in_bfloat16(self) -> None:
+        """The job in its own precision; one rank's own error in it is the measure."""
+        subject = self._subject(DType.bfloat16)
+        loss, norm = _step(subject)
+        limits: dict[str, float] = {}
+        number_limit = 0.0
+        with agreed():
+            if self.is_first:
+                assert self.reference is not None and self.right is not None
+                half = self.reference.as_dtype(torch.bfloat16).run()
+                scale = self.right.grad_norm
+                errors = {n: error_of(half.gradients[n], g, scale) for n, g in self.right.gradients.items()}
+                typical = sorted(errors.values())[len(errors) // 2]
+                limits = {n: HALF_FACTOR * max(e, typical) + HALF_FLOOR for n, e in errors.items()}
+                number_limit = HALF_FACTOR * abs(half.loss / self.right.loss - 1) + HALF_FLOOR
+        limits, number_limit = _from_first((limits, number_limit))
+        gathered, comparison = self._compare(subject, loss, norm, limits, number_limit)
+        self.report.comparisons.append(comparison)
+        if not comparison.is_right:
+            self.report.hints.append(
+                "the same mesh is right in float32: look for sums over ranks in bfloat16 (training.reduce_dtype), or "
+                "parts that compute in another precision than on one rank"
+            )
+
+    # ---- steps ----
+
+    def _subject(self, dtype: DType) -> Subject:
+        training = dataclasses.replace(self.config.training, param_dtype=dtype)
+        return Subject(dataclasses.replace(self.config, training=training), self.device)
+
+    def _take_weights(self, subject: Subject) -> None:
+        weights, different = gather_weights(subject)
+        if different:
+            self.report.problems.append(
+                f"ranks begin with different weights: {len(different)} parameter(s), {different[0]} …; seed all ranks "
+                "alike, or broadcast the first rank's"
+            )
+        with agreed():
+            if self.is_first:
+                self.reference = Reference(subject.make_whole_model(), weights, subject.whole_batch())
+
+    def _run_reference(self) -> None:
+        with agreed():
+            if self.is_first:
+                assert self.reference is not None
+                is_wide = self.config.doctor.reference_dtype is ReferenceDType.float64
+                self.right = (self.reference.as_dtype(torch.float64) if is_wide else self.reference).run()
+
+    def _limits_of_rounding(self, subject: Subject) -> dict[str, float]:
+        """What float32 can do at all: one rank's own distance from float64, which then becomes the reference."""
+        limits: dict[str, float] = {}
+        with agreed():
+            if self.is_first:
+                assert self.reference is not None and self.right is not None
+                exact = self.reference.as_dtype(torch.float64).run()
+                narrow = self.reference.run()
+                for name, wanted in exact.gradients.items():
+                    own = error_of(narrow.gradients[name], wanted, exact.grad_norm)
+                    limits[name] = max(TOLERANCE, ROUNDING_FACTOR * own)
+                self.right = exact
+        return _from_first(limits)
+
+    def _compare(
+        self,
+        subject: Subject,
+        loss: float,
+        norm: float,
+        limits: Mapping[str, float],
+        number_limit: float = TOLERANCE,
+    ) -> tuple[dict[str, Tensor], Comparison]:
+        right = self.right
+        numbers = (right.loss, right.grad_norm, list(right.gradients)) if right is not None else None
+        right_loss, right_norm, names = _from_first(numbers)
+        wanted = right.gradients if right is not None else {}
+        gathered, deviations = gather_gradients(subject, wanted, right_norm, limits)
+        arrived = {deviation.name for deviation in deviations}
+        dtype = self.config.doctor.reference_dtype.value if not limits or number_limit > TOLERANCE else "float64"
+        comparison = Comparison(
+            dtype=subject.config.training.param_dtype.value,
+            reference_dtype=dtype,
+            loss=loss,
+            reference_loss=right_loss,
+            grad_norm=norm,
+            reference_grad_norm=right_norm,
+            number_limit=max(number_limit, *_none_below(limits)),
+            deviations=deviations,
+            missing=[name for name in names if name not in arrived],
+        )
+        return gathered, comparison
+
+    def _explain(self, subject: Subject, gathered: dict[str, Tensor], comparison: Comparison) -> None:
+        hints: list[str] = []
+        attention = _errors_of_attention(subject)
+        with agreed():
+            if self.is_first:
+                assert self.reference is not None and self.right is not None
+                if attention is not None and (hint := backward_of_attention(subject, *attention)):
+                    hints.append(hint)
+                elif not comparison.missing:
+                    hints += explain(subject, self.reference, self.right, gathered, comparison.deviations)
+        self.report.hints += _from_first(hints)
+        if not self.report.hints:
+            self.report.hints.append(_where(comparison.deviations))
+
+    def _report_recording(self, subject: Subject, recording: Recording) -> None:
+        recordings: list[Recording] = [recording] * rank_and_world()[1]
+        if len(recordings) > 1:
+            dist.all_gather_object(recordings, recording)
+        report = self.report
+        most: dict[tuple[str, str], Traffic] = {}
+        for traffic in (t for one in recordings for t in one.traffic):
+            key = traffic.axis, traffic.kind
+            if key not in most or traffic.num_bytes > most[key].num_bytes:
+                most[key] = traffic
+        report.traffic = [most[key] for key in sorted(most)]
+        report.kept_bytes = largest([one.kept_bytes for one in recordings])
+        report.attention_calls = largest([one.attention_calls for one in recordings])
+        report.pairs = subject.layout.attended_pairs(is_causal=True)
+
+    def _compare_attention_calls(self, subject: Subject, recording: Recording) -> None:
+        """Blocks whose attention never reached the op, though they attend; and what the whole model keeps."""
+        problems: list[str] = []
+        kept: dict[str, int] = {}
+        with agreed():
+            if self.is_first:
+                assert self.reference is not None
+                model = self.reference.model
+                blocks = subject.named_blocks(model)
+                wanted = self.reference.count_attention_calls(blocks)
+                rows = len(subject.rows[0])
+                _, whole = record(lambda: self.reference.forward_of_rows(rows), blocks, None)  # type: ignore[union-attr]
+                kept = whole.kept_bytes
+                if subject.dims.cp > 1:
+                    problems = _missed(wanted, self.report.attention_calls)
+        problems, self.report.whole_kept_bytes = _from_first((problems, kept))
+        self.report.problems += problems
+
+
+def _step(subject: Subject) -> tuple[float, float]:
+    """Forward and backward of the job: its loss and gradient norm; the gradients stay."""
+    microbatches = subject.read_microbatches()
+    share, _ = subject.compute_gradients(microbatches)
+    norm = clip_grad_norm_(subject.model, math.inf, subject.dims).item()
+    loss, _ = subject._sum_over_ranks(share, False)
+    return loss, norm
+
+
+def _missed(wanted: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+    missed = [name for name, count in wanted.items() if found.get(name, 0) < count]
+    if not missed:
+        return []
+    return [
+        f"attention of {', '.join(missed)} bypasses dtcp: {sum(wanted[n] for n in missed)} call(s) of "
+        f"F.scaled_dot_product_attention on one rank, {sum(found.get(n, 0) for n in missed)} of dtcp's here; their "
+        "queries see the tokens of their own rank only"
+    ]
+
+
+def _errors_of_attention(subject: Subject) -> tuple[float, dict[str, float]] | None:
+    """Errors of the attention op alone, of random heads: of its output, and by input of the gradients."""
+    if subject.dims.cp == 1:
+        return None
+    mesh, layout, attention = subject.dims.view("cp"), subject.layout, subject.config.attention
+    generator = torch.Generator().manual_seed(subject.config.debug.seed)
+    whole = [
+        torch.randn(2, heads, layout.seq_len, 32, generator=generator).to(subject.device) for heads in (4, 2, 2, 4)
+    ]
+    exact = [x.double().requires_grad_() for x in whole[:3]]
+    right = dtcp.reference_attention(*exact, is_causal=True, enable_gqa=True)
+    right.backward(whole[3].double())
+    local = [dtcp.shard(x, mesh, layout, dim=2).requires_grad_() for x in whole[:3]]
+    try:
+        out = dtcp.context_parallel_attention(
+            *local,
+            mesh=mesh,
+            layout=layout,
+            is_causal=True,
+            enable_gqa=True,
+            strategy=attention.strategy,
+            kernel=attention.kernel,
+        )
+    except (ValueError, NotImplementedError):  # a kernel that takes no float32
+        return None
+    out.backward(dtcp.shard(whole[3], mesh, layout, dim=2))
+
+    def error(x: Tensor, wanted: Tensor) -> float:
+        found = dtcp.unshard(x.detach(), mesh, layout, dim=2)
+        return error_of(found, wanted, float(wanted.norm()) / NOISE * 1e-6)
+
+    names = ("query", "key", "value")
+    errors = {n: error(x.grad, e.grad) for n, x, e in zip(names, local, exact, strict=True)}  # type: ignore[arg-type]
+    return error(out, right.detach()), errors
+
+
+def _where(deviations: list[Deviation]) -> str:
+    wrong = [d for d in deviations if d.is_wrong]
+    return (
+        f"none of the known faults gives these numbers; the gradient of {wrong[0].name} is farthest off, and "
+        f"{len(deviations) - len(wrong)} of {len(deviations)} are right"
+        if wrong
+        else "none of the known faults gives these numbers; the gradients are right, the loss or the norm is not"
+    )
+
+
+def _none_below(limits: Mapping[str, float]) -> list[float]:
+    """For the numbers: the least limit of a gradient, 0 without any."""
+    return [min(limits.values(), default=0.0)]
+
+
+def _from_first(value: Any) -> Any:
+    """Rank 0's value on every rank."""
+    if rank_and_world()[1] == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]

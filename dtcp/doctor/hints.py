@@ -1,0 +1,244 @@
+"""What wrong gradients look like: each suspicion is tried out on one rank, until one of them gives the same numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dtcp.doctor.compare import CLEAR, TOLERANCE, Deviation
+from dtcp.doctor.reference import IGNORED, Fault, Outcome, Reference
+from dtcp.doctor.subject import Subject
+
+Gradients = Mapping[str, Tensor]
+
+
+def explain(
+    subject: Subject, reference: Reference, right: Outcome, gathered: Gradients, deviations: Sequence[Deviation]
+) -> list[str]:
+    """Say what the wrong gradients look like. On rank 0; the reference may run many times.
+
+    Args:
+        right: The reference's outcome.
+        gathered: The job's gradients, added up where shares make the reference.
+        deviations: Of all of them.
+    """
+    wrong = [deviation for deviation in deviations if deviation.is_wrong]
+    hints = list(_unreduced(wrong, right))
+    left = {d.name for d in wrong if not d.complete_over}
+    if not left:
+        return hints
+    factor, residual = fit_all(gathered, right.gradients)
+    if residual <= CLEAR:
+        return [*hints, _factor_hint(factor, subject)]
+    for fault in suspicions(subject, reference):
+        # The reported number may be a mean where the gradients are sums: any common factor will do.
+        factor, residual = fit_all(gathered, reference.run(fault).gradients)
+        if residual <= CLEAR:
+            common = "" if abs(factor - 1) < 10 * CLEAR else f" (and all gradients {factor_name(factor, subject)})"
+            return [*hints, fault.hint + common]
+    return [*hints, *_factors_of_some(wrong, subject)]
+
+
+def fit_all(gradients: Gradients, reference: Gradients) -> tuple[float, float]:
+    """Return the common factor that brings the reference closest to the gradients, and what distance is left.
+
+    The distance is that of the worst parameter, relative; near 0 by the global norm.
+    """
+    products = squares = 0.0
+    for name, wanted in reference.items():
+        g, w = gradients[name].double(), wanted.double()
+        products += float((g * w).sum())
+        squares += float((w * w).sum())
+    factor = products / squares if squares > 0 else 0.0
+    scale = 10 * CLEAR * math.sqrt(squares) * abs(factor) + 1e-30
+    worst = 0.0
+    for name, wanted in reference.items():
+        distance = (gradients[name].double() - factor * wanted.double()).norm()
+        worst = max(worst, float(distance / (factor * wanted.double().norm() + scale).abs()))
+    return factor, worst
+
+
+def factor_name(factor: float, subject: Subject) -> str:
+    """``×cp (2.000)`` where a factor is a degree of the mesh or a product of two, or its inverse; else ``×1.234``."""
+    degrees = {axis: n for axis, n in subject.dims.degrees.items() if n > 1} | {"microbatches": len(subject.rows)}
+    names = {name: float(n) for name, n in degrees.items() if n > 1}
+    names |= {f"{a}·{b}": x * y for a, x in names.items() for b, y in names.items() if a < b}
+    for name, value in names.items():
+        if math.isclose(factor, value, rel_tol=0.01):
+            return f"×{name} ({factor:.4g})"
+        if math.isclose(factor, 1 / value, rel_tol=0.01):
+            return f"÷{name} ({factor:.4g})"
+    return f"×{factor:.4g}"
+
+
+# ---- without another run ---------------------------------------------------------------------------------------------
+
+
+def _unreduced(wrong: Sequence[Deviation], right: Outcome) -> Iterator[str]:
+    """Shares that were never added up over an axis."""
+    for axes in dict.fromkeys(d.complete_over for d in wrong if d.complete_over):
+        names = [d.name for d in wrong if d.complete_over == axes]
+        over = " and ".join(axes)
+        if axes == ("tp",):
+            yield (
+                f"{_some(names, right)}: the gradient is not added up over tp: every tp rank keeps its share, of the "
+                "positions that it saw under sequence parallelism (the missed reduction of norm and bias gradients); "
+                "keep such parameters as DTensors, dtcp.ReplicatedParameters in the plan"
+            )
+        else:
+            yield (
+                f"{_some(names, right)}: the gradient reduction over {over} is missing: every rank keeps its share, "
+                f"and their sum over {over} is right; call dtcp.reduce_gradients(model, dims) after the backward, or "
+                "shard with dtcp.apply_fsdp, whose view has the cp ranks in it"
+            )
+
+
+def _factor_hint(factor: float, subject: Subject) -> str:
+    name = factor_name(factor, subject)
+    why = (
+        "gradients are averaged over ranks or microbatches where shares have to be added: FSDP2's default divisor, DDP, "
+        "or scale_grads=True of a pipeline schedule; use dtcp.apply_fsdp, or set_gradient_divide_factor(1.0)"
+        if factor < 1
+        else "gradients are added up more often than once, or the loss is not divided by all valid tokens"
+    )
+    return f"every gradient is {name}: {why}"
+
+
+def _factors_of_some(wrong: Sequence[Deviation], subject: Subject) -> Iterator[str]:
+    by_factor: dict[str, list[str]] = {}
+    for deviation in wrong:
+        if deviation.residual <= CLEAR and not deviation.complete_over:
+            by_factor.setdefault(factor_name(deviation.factor, subject), []).append(deviation.name)
+    for name, names in by_factor.items():
+        yield (
+            f"the gradient of {len(names)} parameter(s), {names[0]} …, is {name}: counted more than once, or averaged "
+            "where it has to be added"
+        )
+
+
+def _some(names: Sequence[str], right: Outcome) -> str:
+    if len(names) == len(right.gradients):
+        return "every parameter"
+    return f"{len(names)} parameter(s), {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+
+
+# ---- suspicions ------------------------------------------------------------------------------------------------------
+
+
+def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
+    """Yield the known faults that a job on this mesh can have, the likeliest first."""
+    batch = reference.batch
+    parts = owners(subject).to(batch.tokens.device)
+    yield from _wrong_means(subject, batch.labels, parts)
+    if subject.dims.cp > 1:
+        shifted = _labels_shifted_after_cut(subject, batch.tokens)
+        for labels in (shifted, shifted.masked_fill(batch.labels == IGNORED, IGNORED)):
+            yield Fault(
+                "labels are shifted after the cut: the last token of a rank's run gets the first of its next, or none; "
+                "call dtcp.shift_labels on the whole sequence, then dtcp.shard",
+                labels=labels,
+            )
+        yield Fault(
+            "positions are local: every rank counts its tokens from 0, in RoPE or in the position table; give the "
+            "model the global positions, layout.positions(rank) or a buffer that context_parallel cuts",
+            positions=_local_positions(subject, batch.positions),
+        )
+        calls = sum(reference.count_attention_calls(dict(subject.named_blocks(reference.model))).values())
+        for layer in range(calls):
+            yield Fault(
+                f"attention call {layer} of {calls} (from 0) bypasses dtcp's dispatch: its queries see the keys of "
+                "their own rank only; have it call F.scaled_dot_product_attention, or name it in the plan",
+                parts=parts,
+                layer=layer,
+            )
+    if subject.dims.tp > 1:
+        yield from _repeated_biases(subject, reference)
+
+
+def owners(subject: Subject) -> Tensor:
+    """Return the cp rank of each token, int64 (S,)."""
+    layout = subject.layout
+    owner = torch.empty(layout.padded_seq_len, dtype=torch.int64)
+    for rank in range(layout.cp):
+        owner[layout.positions(rank)] = rank
+    return owner[: layout.seq_len]
+
+
+def _wrong_means(subject: Subject, labels: Tensor, parts: Tensor) -> Iterator[Fault]:
+    """Losses divided by the valid tokens of a part, and then added or averaged."""
+    rows = torch.empty(labels.size(0), dtype=torch.int64)
+    microbatch = torch.empty_like(rows)
+    for reader, batches in enumerate(subject.rows_of_readers()):
+        for number, indices in enumerate(batches):
+            rows[list(indices)] = reader
+            microbatch[list(indices)] = number
+    is_valid = labels != IGNORED
+    by_rank = rows[:, None].to(labels.device) * subject.dims.cp + parts[None]
+    by_both = by_rank * int(microbatch.max() + 1) + microbatch[:, None].to(labels.device)
+    for what, group in (
+        ("each rank", by_rank),
+        ("each microbatch", microbatch[:, None].to(labels.device).expand_as(labels)),
+        ("each rank's microbatch", by_both),
+    ):
+        if int(group.max()) == int(group.min()):
+            continue
+        counts = torch.zeros(int(group.max()) + 1, dtype=torch.float64, device=labels.device)
+        counts.scatter_add_(0, group.flatten(), is_valid.double().flatten())
+        yield Fault(
+            f"the loss is a mean of means: the tokens of {what} are divided by their own number, and not by that of "
+            "all valid tokens of the step; use dtcp.token_loss with mesh=dims.view('loss') or num_valid_tokens=",
+            token_weights=1 / counts.clamp(min=1)[group],
+        )
+
+
+def _labels_shifted_after_cut(subject: Subject, tokens: Tensor) -> Tensor:
+    """What a rank gets that takes the next of its own tokens as the target of each."""
+    shifted = torch.full_like(tokens, IGNORED)
+    layout = subject.layout
+    for rank in range(layout.cp):
+        held = layout.positions(rank)
+        held = held[held < layout.seq_len].to(tokens.device)
+        shifted[:, held[:-1]] = tokens[:, held[1:]]
+    return shifted
+
+
+def _local_positions(subject: Subject, positions: Tensor) -> Tensor:
+    local = positions.clone()
+    layout = subject.layout
+    for rank in range(layout.cp):
+        held = layout.positions(rank)
+        slots = torch.arange(held.numel(), device=local.device)
+        is_token = held < layout.seq_len
+        local[:, held[is_token].to(local.device)] = slots[is_token.to(local.device)]
+    return local
+
+
+def _repeated_biases(subject: Subject, reference: Reference) -> Iterator[Fault]:
+    """Biases of row-parallel layers, all of them, then one kind after the other, that each tp rank adds."""
+    kinds = sorted({name.split(".")[-1] for name in subject.row_parallel_layers()})
+    biases = [name for name, _ in reference.model.named_parameters() if name.endswith(".bias")]
+    for chosen in [kinds, *([kind] for kind in kinds if len(kinds) > 1)]:
+        names = [name for name in biases if name.split(".")[-2] in chosen]
+        if names:
+            yield Fault(
+                f"the bias of a row-parallel layer is added tp times, once by each rank before the sum: "
+                f"{', '.join(names[:3])}; let it be added after the reduction, as RowwiseParallel does",
+                scaled=frozenset(names),
+                factor=float(subject.dims.tp),
+            )
+
+
+def backward_of_attention(subject: Subject, error_forward: float, errors: Mapping[str, float]) -> str | None:
+    """What the attention op alone shows: right forward, wrong backward."""
+    bad = [name for name, error in errors.items() if error > 10 * TOLERANCE]
+    if not bad or error_forward > 10 * TOLERANCE:
+        return None
+    return (
+        f"attention itself, strategy {subject.config.attention.strategy} and layout {subject.layout.name}, is right in "
+        f"the forward and wrong in the backward, in the gradient of {', '.join(bad)}: the backward uses the keys and "
+        "values of another hop than the forward's (the first hop's, say: at cp=2 that cannot be seen), or key gradients "
+        "do not travel home"
+    )

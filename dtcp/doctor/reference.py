@@ -1,0 +1,175 @@
+"""The uncut model on one rank: its loss and gradients, right ones and those of known faults.
+
+Written without the library's own loss, layouts in the model or attention, so that a fault of those shows.
+Shapes: G rows of the whole batch, S = seq_len, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All rows of the step, whole."""
+
+    tokens: Tensor  # int64 (G, S)
+    labels: Tensor  # int64 (G, S)
+    positions: Tensor  # int64 (G, S)
+    more: Mapping[str, Tensor]  # what else the model takes, by rows
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A loss and the gradient of every parameter, by plain name, in the dtype of the weights."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+    @property
+    def grad_norm(self) -> float:
+        """2-norm of all gradients together."""
+        return float(sum(g.double().square().sum() for g in self.gradients.values()) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What one rank has to do otherwise to look like a faulty job.
+
+    Attributes:
+        hint: What the fault is, and the cure.
+        token_weights: Of each token's loss, (G, S); None: one divided by all valid tokens.
+        labels, positions: Instead of the batch's.
+        parts: Which rank holds each token, (S,); attention number ``layer`` sees tokens of the same part only.
+        scaled: Biases that are added ``factor`` times.
+    """
+
+    hint: str
+    token_weights: Tensor | None = None
+    labels: Tensor | None = None
+    positions: Tensor | None = None
+    parts: Tensor | None = None
+    layer: int = -1
+    scaled: frozenset[str] = frozenset()
+    factor: float = 1.0
+
+
+RIGHT = Fault("")
+
+
+class Reference:
+    """A whole model with the job's weights, to be run as often as there are suspicions."""
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> None:
+        """Take the weights.
+
+        Args:
+            model: Of plain tensors; its parameters have the keys of ``weights`` as names.
+            weights: Of the job, whole.
+        """
+        self.batch = batch
+        self.model = model
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+
+    def as_dtype(self, dtype: torch.dtype) -> Reference:
+        """A copy that computes in another dtype."""
+        made = copy.copy(self)
+        made.model = copy.deepcopy(self.model).to(dtype)
+        return made
+
+    def run(self, fault: Fault = RIGHT) -> Outcome:
+        """Forward and backward, a row at a time: the gradients of rows are added in float32 at least."""
+        labels = self.batch.labels if fault.labels is None else fault.labels
+        weights = fault.token_weights
+        if weights is None:
+            weights = torch.full(labels.shape, 1 / max(1, int((labels != IGNORED).sum())), dtype=torch.float64)
+        total = 0.0
+        gradients: dict[str, Tensor] = {}
+        for row in range(labels.size(0)):
+            self.model.zero_grad(set_to_none=True)
+            loss = self._loss_of_row(slice(row, row + 1), labels, weights.to(labels.device), fault)
+            loss.backward()
+            total += float(loss.detach())
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    wide = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+                    gradients[name] = gradients[name] + wide if name in gradients else wide
+        self.model.zero_grad(set_to_none=True)
+        return Outcome(total, gradients)
+
+    def forward_of_rows(self, count: int) -> Tensor:
+        """Logits of the first rows, with everything kept for a backward."""
+        return self._forward(slice(0, count), RIGHT)
+
+    def count_attention_calls(self, blocks: Mapping[str, nn.Module]) -> dict[str, int]:
+        """How often each block calls ``F.scaled_dot_product_attention`` in a forward."""
+        counts = dict.fromkeys(blocks, 0)
+        mode = _AttentionMode()
+        handles = []
+        for name, block in blocks.items():
+            handles.append(block.register_forward_pre_hook(lambda *_, name=name: mode.enter(name)))
+            handles.append(block.register_forward_hook(lambda *_: mode.enter(None)))
+        with torch.no_grad(), mode:
+            self._forward(slice(0, 1), RIGHT)
+        for handle in handles:
+            handle.remove()
+        for name in mode.callers:
+            if name in counts:
+                counts[name] += 1
+        return counts
+
+    def _loss_of_row(self, row: slice, labels: Tensor, weights: Tensor, fault: Fault) -> Tensor:
+        with _AttentionMode(fault.parts, fault.layer):
+            logits = self._forward(row, fault)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits.flatten(0, 1), labels[row].flatten(), ignore_index=IGNORED, reduction="none")
+        return (losses * weights[row].flatten().to(losses.dtype)).sum()
+
+    def _forward(self, row: slice, fault: Fault) -> Tensor:
+        batch = self.batch
+        positions = batch.positions if fault.positions is None else fault.positions
+        inputs = {"positions": positions[row]} | {name: value[row] for name, value in batch.more.items()}
+        if not fault.scaled:
+            return self.model(batch.tokens[row], **inputs)
+        scaled = {
+            name: parameter * fault.factor for name, parameter in self.model.named_parameters() if name in fault.scaled
+        }
+        return torch.func.functional_call(self.model, scaled, (batch.tokens[row],), inputs)
+
+
+class _AttentionMode(TorchFunctionMode):
+    """Counts attention calls by the block they are made in, and confines one of them to the tokens of a part."""
+
+    def __init__(self, parts: Tensor | None = None, layer: int = -1) -> None:
+        super().__init__()
+        self.parts, self.layer = parts, layer
+        self.callers: list[str | None] = []
+        self._block: str | None = None
+
+    def enter(self, block: str | None) -> None:
+        """Whose calls come next."""
+        self._block = block
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            number = len(self.callers)
+            self.callers.append(self._block)
+            if self.parts is not None and number == self.layer:
+                allowed = self.parts[:, None] == self.parts[None]
+                if kwargs.pop("is_causal", False):
+                    allowed = allowed.tril()
+                kwargs["attn_mask"] = allowed
+        return func(*args, **kwargs)

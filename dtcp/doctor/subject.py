@@ -1,0 +1,218 @@
+"""The job that is examined: the trainer's own step on all ranks, with a small batch and weights that hide nothing.
+
+Shapes: B rows, S = seq_len.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dtcp
+from dtcp.doctor.config import Door, DoctorJobConfig, load, load_function, small_job
+from dtcp.doctor.reference import IGNORED, Batch
+from dtcp.dropout import Dropout, dropout_keys
+from dtcp.dtensor import is_dtensor
+from dtcp.models import build_model
+from dtcp.models.init import Init, assign, draw, plain_name
+from dtcp.parallelize.blocks import named_blocks
+from dtcp.train.batch import Microbatch, deal_microbatches
+from dtcp.train.parallel import cut_model
+from dtcp.train.session import agreed
+from dtcp.train.trainer import Trainer, seed_everything
+
+NOISE = Init(std=0.1)  # added to norms and biases, which start at 1 and 0: a bias that counts twice has to show
+
+
+class Subject(Trainer):
+    """The trainer, with some labels ignored, norms and biases off their starting values, and any model.
+
+    Attributes:
+        options: The section ``doctor``.
+    """
+
+    def __init__(self, config: DoctorJobConfig, device: torch.device) -> None:
+        with agreed():
+            small = small_job(config)
+        self.options = config.doctor
+        super().__init__(small, device)
+        if config.model.weights is None:
+            self._disturb()
+
+    def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Real rows; of their labels more are ignored in some rows and places than in others, so that parts differ."""
+        tokens, labels = super().read_rows(step, row_indices)
+        rows, positions = torch.tensor(list(row_indices))[:, None], torch.arange(labels.size(1))[None]
+        ignored = (rows * 31 + positions * 17) % 7 < 1 + rows % 3
+        ignored |= (positions >= labels.size(1) * 3 // 4) & (rows % 2 == 0)
+        return tokens, labels.masked_fill(ignored & (positions > 0), IGNORED)
+
+    def make_whole_model(self) -> nn.Module:
+        """Return the uncut model, its weights still to be set, on this rank's device.
+
+        Raises:
+            ValueError: If a model of the user's is no such model.
+        """
+        if self.options.model is None:
+            return build_model(self.model_config, device="meta").to_empty(device=self.device)
+        model = self._make_own()
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        return model.to_empty(device=self.device) if is_meta else model.to(self.device)
+
+    def whole_batch(self) -> Batch:
+        """Return all rows of the step, uncut."""
+        rows = range(self.config.training.global_batch_size)
+        tokens, labels = (x.to(self.device) for x in self.read_rows(self.step, rows))
+        positions = torch.arange(tokens.size(1), device=self.device).expand_as(tokens)
+        microbatch = Microbatch(tokens, labels, positions, rows)
+        more = {name: x for name, x in self.inputs(microbatch).items() if name != "positions"}
+        return Batch(tokens, labels, positions, more)
+
+    def rows_of_readers(self) -> list[list[range]]:
+        """Rows of the whole batch by data parallel rank, a range for each microbatch."""
+        training, size = self.config.training, self.dims.view("batch").size()
+        return [
+            deal_microbatches(training.global_batch_size, training.local_batch_size, rank, size) for rank in range(size)
+        ]
+
+    def named_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The blocks of a model, or of this rank's stages, by plain name."""
+        stages = model.stages if isinstance(model, dtcp.Pipeline) else [model]
+        return {f"layers.{key}": block for stage in stages for key, block in named_blocks(stage, "the doctor", "…")}
+
+    def row_parallel_layers(self) -> list[str]:
+        """Modules here whose weight is cut over tp by columns, so that their outputs are added up."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            if is_dtensor(parameter) and "tp" in (names := parameter.device_mesh.mesh_dim_names or ()):
+                placement = parameter.placements[names.index("tp")]
+                if name.endswith(".weight") and getattr(placement, "dim", None) == 1:
+                    found.append(plain_name(name).removesuffix(".weight"))
+        return found
+
+    def tell_sequence(self) -> None:
+        """As the trainer, where a plan has to be told."""
+        if self.options.door is Door.plan:
+            super().tell_sequence()
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """Logits, by the door that is examined."""
+        with self._context():
+            return super().forward(microbatch)
+
+    def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
+        """The same for the loss by chunks."""
+        with self._context():
+            return super().loss(microbatch, num_valid_tokens)
+
+    def inputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """What the model takes beside the tokens; a model of the user's gets keys if it names them."""
+        if self.options.model is None:
+            return super().inputs(microbatch)
+        inputs = {"positions": microbatch.positions}
+        if self._own_takes_keys:
+            seed, rows = self.config.debug.seed, microbatch.row_indices
+            inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.positions)
+        return inputs
+
+    def _context(self) -> contextlib.AbstractContextManager[Any]:
+        if self.options.door is not Door.context or self.dims.cp == 1 or self._is_in_context:
+            return contextlib.nullcontext()
+        return self._enter_context()
+
+    @contextlib.contextmanager
+    def _enter_context(self) -> Any:
+        attention = self.config.attention
+        self._is_in_context = True
+        try:
+            with dtcp.context_parallel(
+                self.dims.view("cp"),
+                seq_len=self.layout.seq_len,
+                layout=self.layout.name,
+                multiple_of=self.dims.tp if self.config.tensor_parallel.sequence_parallel else 1,
+                strategy=attention.strategy,
+                kernel=attention.kernel,
+            ):
+                yield
+        finally:
+            self._is_in_context = False
+
+    _is_in_context = False
+    _own_takes_keys = False
+
+    def plans(self, model: nn.Module) -> dict[str, Any]:
+        """Plans that the section names, and none for attention behind a context."""
+        plans: dict[str, Any] = {}
+        for name in ("tensor_plan", "context_plan"):
+            if (path := getattr(self.options, name)) is not None:
+                found = load(path, f"doctor.{name}")
+                plans[name] = found if isinstance(found, Mapping) else found(model)
+        if self.options.door is Door.context:
+            if self.dims.pp > 1:
+                raise ValueError("doctor.door=context is for models without stages, got mesh.pp > 1; use door=plan")
+            plans["context_plan"] = {}
+        return plans
+
+    def _build_model(self) -> nn.Module:
+        if self.options.model is None:
+            return super()._build_model()
+        seed_everything(self.config.debug.seed, deterministic=self.config.debug.deterministic)
+        with agreed():
+            whole = self._make_own()
+            is_meta = any(parameter.is_meta for parameter in whole.parameters())
+            if is_meta and self.dims.pp > 1:
+                raise ValueError(f"doctor.model={self.options.model} has to have its weights already, with mesh.pp > 1")
+            parallel = cut_model(whole, self.dims, self.config, **self.plans(whole))
+            if not is_meta:
+                return parallel.to(self.device)
+            parallel.to_empty(device=self.device)
+            parallel.init_weights(self.config.debug.seed)  # type: ignore[operator]
+            return parallel
+
+    def _make_own(self) -> nn.Module:
+        path = self.options.model
+        assert path is not None
+        torch.manual_seed(self.config.debug.seed)
+        model = load_function(path, "doctor.model")()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"doctor.model={path} has to give an nn.Module, got {type(model).__name__}")
+        names = inspect.signature(model.forward).parameters
+        if "positions" not in names:
+            raise ValueError(
+                f"doctor.model={path}: {type(model).__name__}.forward takes {', '.join(names)}; it has to take tokens "
+                "(B, S) and positions (B, S), which a cut sequence needs, and to return logits (B, S, V): wrap it"
+            )
+        if any(p.is_meta for p in model.parameters()) and not hasattr(model, "init_weights"):
+            raise ValueError(f"doctor.model={path} is on the meta device; it needs init_weights(seed)")
+        drops = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout | Dropout) and m.p > 0]
+        self._own_takes_keys = "dropout_keys" in names and bool(drops)
+        if drops and not self._own_takes_keys:
+            raise ValueError(
+                f"doctor.model={path} drops elements in {drops[0]}, at random; build it with p=0, or with dtcp.Dropout "
+                "and a forward that takes dropout_keys"
+            )
+        return model
+
+    @torch.no_grad()
+    def _disturb(self) -> None:
+        """Add noise to norms and biases, the same on any mesh."""
+        for qualified_name, parameter in self.model.named_parameters():
+            if parameter.ndim < 2 and parameter.is_floating_point():
+                name = plain_name(qualified_name)
+                noise = draw(parameter.shape, self.config.debug.seed + 1, name, NOISE).to(parameter.dtype)
+                full = whole_tensor(parameter.detach()).cpu() + noise
+                assign(parameter, full)
+
+
+def whole_tensor(x: Tensor) -> Tensor:
+    """Return a DTensor's whole value, plain tensors as they are. Collective over its mesh."""
+    return x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
