@@ -40,7 +40,7 @@ def examine(config: DoctorJobConfig, device: torch.device | str = "cpu") -> Repo
     """
     examination = _Examination(config, torch.device(device))
     examination.in_float32()
-    if examination.report.is_right and config.training.param_dtype is DType.bfloat16:
+    if examination.report.is_right and DType.bfloat16 in (config.training.param_dtype, config.training.reduce_dtype):
         examination.in_bfloat16()
     return examination.report
 
@@ -57,25 +57,23 @@ class _Examination:
 
     def in_float32(self) -> None:
         """The strict comparison, and everything that is measured beside it."""
-        subject = self._subject(DType.float32)
+        subject = self._subject(param_dtype=DType.float32, reduce_dtype=DType.float32)
         self.report.job = f"{subject.describe()}"
         self._take_weights(subject)
-        blocks = subject.named_blocks(subject.model)
-        (loss, norm), recording = record(lambda: _step(subject), blocks, subject.dims)
-        self._report_recording(subject, recording)
+        loss, norm = _step(subject)
         self._run_reference()
         gathered, comparison = self._compare(subject, loss, norm, {})
         if not comparison.is_right:
             limits = self._limits_of_rounding(subject)
             gathered, comparison = self._compare(subject, loss, norm, limits)
         self.report.comparisons.append(comparison)
-        self._compare_attention_calls(subject, recording)
+        self._record(subject)
         if not comparison.is_right:
             self._explain(subject, gathered, comparison)
 
     def in_bfloat16(self) -> None:
         """The job in its own precision; one rank's own error in it is the measure."""
-        subject = self._subject(DType.bfloat16)
+        subject = self._subject()
         loss, norm = _step(subject)
         limits: dict[str, float] = {}
         number_limit = 0.0
@@ -99,8 +97,8 @@ class _Examination:
 
     # ---- steps ----
 
-    def _subject(self, dtype: DType) -> Subject:
-        training = dataclasses.replace(self.config.training, param_dtype=dtype)
+    def _subject(self, **dtypes: DType) -> Subject:
+        training = dataclasses.replace(self.config.training, **dtypes)
         return Subject(dataclasses.replace(self.config, training=training), self.device)
 
     def _take_weights(self, subject: Subject) -> None:
@@ -177,7 +175,10 @@ class _Examination:
         if not self.report.hints:
             self.report.hints.append(_where(comparison.deviations))
 
-    def _report_recording(self, subject: Subject, recording: Recording) -> None:
+    def _record(self, subject: Subject) -> None:
+        """Take the step once more, all compiled by now, and measure it."""
+        subject.model.zero_grad()
+        _, recording = record(lambda: _step(subject), subject.named_blocks(subject.model), subject.dims)
         recordings: list[Recording] = [recording] * rank_and_world()[1]
         if len(recordings) > 1:
             dist.all_gather_object(recordings, recording)
@@ -191,8 +192,9 @@ class _Examination:
         report.kept_bytes = largest([one.kept_bytes for one in recordings])
         report.attention_calls = largest([one.attention_calls for one in recordings])
         report.pairs = subject.layout.attended_pairs(is_causal=True)
+        self._compare_attention_calls(subject)
 
-    def _compare_attention_calls(self, subject: Subject, recording: Recording) -> None:
+    def _compare_attention_calls(self, subject: Subject) -> None:
         """Blocks whose attention never reached the op, though they attend; and what the whole model keeps."""
         problems: list[str] = []
         kept: dict[str, int] = {}

@@ -14,6 +14,8 @@ from dtcp.doctor.subject import Subject
 
 Gradients = Mapping[str, Tensor]
 
+_GIVE_POSITIONS = "have it use the global ones, layout.positions(rank) or a buffer that context_parallel cuts"
+
 
 def explain(
     subject: Subject, reference: Reference, right: Outcome, gathered: Gradients, deviations: Sequence[Deviation]
@@ -39,6 +41,8 @@ def explain(
         if residual <= CLEAR:
             common = "" if abs(factor - 1) < 10 * CLEAR else f" (and all gradients {factor_name(factor, subject)})"
             return [*hints, fault.hint + common]
+    if subject.dims.cp > 1 and _ignores_positions(subject, reference):
+        return [*hints, f"positions are local: the model does not read the positions that it is given; {_GIVE_POSITIONS}"]
     return [*hints, *_factors_of_some(wrong, subject)]
 
 
@@ -142,8 +146,8 @@ def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
                 labels=labels,
             )
         yield Fault(
-            "positions are local: every rank counts its tokens from 0, in RoPE or in the position table; give the "
-            "model the global positions, layout.positions(rank) or a buffer that context_parallel cuts",
+            "positions are local: every rank counts its tokens from 0, in RoPE or in the position table; "
+            + _GIVE_POSITIONS,
             positions=_local_positions(subject, batch.positions),
         )
         calls = sum(reference.count_attention_calls(dict(subject.named_blocks(reference.model))).values())
@@ -203,6 +207,12 @@ def _labels_shifted_after_cut(subject: Subject, tokens: Tensor) -> Tensor:
         held = held[held < layout.seq_len].to(tokens.device)
         shifted[:, held[:-1]] = tokens[:, held[1:]]
     return shifted
+
+
+def _ignores_positions(subject: Subject, reference: Reference) -> bool:
+    """Whether other positions change nothing at all: then a model that needs some makes its own."""
+    other = reference.run(Fault("", positions=_local_positions(subject, reference.batch.positions)))
+    return other.loss == reference.run().loss
 
 
 def _local_positions(subject: Subject, positions: Tensor) -> Tensor:

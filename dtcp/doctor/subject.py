@@ -148,6 +148,8 @@ class Subject(Trainer):
         """Plans that the section names, and none for attention behind a context."""
         plans: dict[str, Any] = {}
         for name in ("tensor_plan", "context_plan"):
+            if getattr(self.options, name) is not None and self.options.model is None:
+                raise ValueError(f"doctor.{name} is for a doctor.model; dtcp has plans for its own models")
             if (path := getattr(self.options, name)) is not None:
                 found = load(path, f"doctor.{name}")
                 plans[name] = found if isinstance(found, Mapping) else found(model)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, CheckpointWrapper, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import dtcp.attention.ops  # noqa: F401  # defines attention_forward
@@ -68,7 +68,9 @@ def apply_activation_checkpointing(
             create_selective_checkpoint_contexts, functools.partial(_policy, saved)
         )
     for name, block in blocks[::every]:
-        if mode != "none":
+        if mode == "full":
+            block = RecomputedBlock(block)
+        elif mode == "selective":
             block = checkpoint_wrapper(block, **options)
         if offload:
             block = OffloadWrapper(block)
@@ -95,6 +97,17 @@ def _checked_blocks(model: nn.Module, mode: str, every: int) -> list[tuple[Any, 
 
 def _policy(saved: tuple[Any, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class RecomputedBlock(CheckpointWrapper):
+    """A block that keeps its inputs and runs again in the backward."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the block inside. With the checkpoint in a graph of DTensors, torch 2.13 saves their mesh and fails.
+
+        A selective one has to be in the graph: outside, it could not tell the graph's ops apart.
+        """
+        self._checkpoint_wrapped_module.compile(*args, **kwargs)
 
 
 class OffloadWrapper(ActivationWrapper):

@@ -1,0 +1,66 @@
+"""Models and plans of a user's own, that the doctor's tests name by import path."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtcp
+
+VOCAB_SIZE, WIDTH, NUM_HEADS = 264, 32, 4
+CONTEXT_PLAN = {"attend": dtcp.ContextParallel(strategy="all_gather")}
+
+
+class Attend(nn.Module):
+    is_causal = True
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.attend = Attend()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.attend(query, key, value).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """Takes its positions from the caller, or counts on its own from 0 on each rank."""
+
+    def __init__(self, counts_on_its_own: bool = False) -> None:
+        super().__init__()
+        self.counts_on_its_own = counts_on_its_own
+        self.embedding, self.positions = nn.Embedding(VOCAB_SIZE, WIDTH), nn.Embedding(512, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCAB_SIZE)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if self.counts_on_its_own:
+            positions = torch.arange(tokens.size(1)).expand_as(tokens)
+        x = self.embedding(tokens) + self.positions(positions)
+        for block in self.layers:
+            x = block(x)
+        return self.head(x)
+
+
+def make() -> nn.Module:
+    return Model()
+
+
+def make_with_local_positions() -> nn.Module:
+    return Model(counts_on_its_own=True)
+
+
+def make_without_positions() -> nn.Module:
+    return nn.Embedding(VOCAB_SIZE, WIDTH)
+
+
+def make_with_torchs_dropout() -> nn.Module:
+    model = Model()
+    model.layers.append(nn.Dropout(0.1))
+    return model

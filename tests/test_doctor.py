@@ -1,0 +1,280 @@
+"""The doctor: right configurations are right, and each planted fault ends in exit code 1 and a hint that names it."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial
+
+import dtcp
+from dtcp.attention.strategies import Ring
+from dtcp.doctor import Report, compose_doctor_config, examine
+from dtcp.models.attention import ScaledDotProductAttention
+from dtcp.parallelize.styles import ReplicatedParameters
+from dtcp.train.session import JobError
+from ranks import Ranks
+
+TESTS = Path(__file__).resolve().parent
+GPT = "model=gpt_tiny model.num_layers=2 model.dim=64 doctor.seq_len=61"
+LLAMA = "model=llama_tiny model.num_layers=2 model.dim=64 model.ffn_dim=96 doctor.seq_len=61"
+OWN = "doctor.model=doctor_models:make doctor.context_plan=doctor_models:CONTEXT_PLAN"
+BFLOAT16 = "training.param_dtype=bfloat16"
+
+Fault = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def run_doctor(rank: int, world: int, overrides: str, fault: Fault = contextlib.nullcontext) -> Report:
+    with fault():
+        return examine(compose_doctor_config(overrides.split()))
+
+
+# ---- right ones ------------------------------------------------------------------------------------------------------
+
+
+RIGHT = [
+    (1, GPT),
+    (2, f"{GPT} mesh.cp=2 model.dropout=0.1 training.local_batch_size=1"),
+    (3, f"{LLAMA} mesh.cp=3 attention.layout=striped attention.strategy=all_gather"),
+    (4, f"{LLAMA} mesh.cp=2 mesh.tp=2 activation_checkpointing.mode=selective training.loss_chunk_tokens=16"),
+    (4, f"{GPT} mesh.pp=2 mesh.cp=2 training.local_batch_size=1 model.dropout=0.1"),
+    (2, f"{GPT} mesh.tp=2 {BFLOAT16}"),
+    (2, f"{LLAMA} mesh.cp=2 {BFLOAT16} training.reduce_dtype=bfloat16"),
+    (2, f"{OWN} mesh.cp=2"),
+    (2, f"{GPT} mesh.cp=2 doctor.door=context activation_checkpointing.mode=full"),
+]
+RIGHT_BUT_SLOW = [
+    (2, f"{GPT} mesh.tp=2 training.compile=true activation_checkpointing.mode=full"),
+    (2, f"{LLAMA} mesh.tp=2 tensor_parallel.sequence_parallel=false {BFLOAT16}"),
+    (4, f"{LLAMA} mesh.cp=4 training.compile=true activation_checkpointing.mode=selective"),
+    (4, f"{GPT} mesh.dp_replicate=2 mesh.dp_shard=2 training.local_batch_size=1 {BFLOAT16}"),
+    (4, f"{GPT} mesh.cp=2 mesh.dp_shard=2 {BFLOAT16} model.dropout=0.1"),
+    (4, f"{LLAMA} mesh.tp=4 model.num_heads=8 model.num_kv_heads=4 doctor.reference_dtype=float64"),
+    (4, f"{GPT} model.num_layers=4 mesh.pp=2 mesh.tp=2 pipeline.schedule=Interleaved1F1B training.local_batch_size=1"),
+    (4, f"{GPT} model.num_layers=4 mesh.pp=2 mesh.dp_shard=2 pipeline.schedule=InterleavedZeroBubble"),
+    (8, f"{LLAMA} mesh.pp=2 mesh.cp=2 mesh.tp=2 training.local_batch_size=1 {BFLOAT16}"),
+    (2, f"{GPT} model.num_layers=12 mesh.cp=2 {BFLOAT16}"),
+    (2, "model=llama_tiny mesh.cp=2 training.seq_len=4097"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"), [*RIGHT, *(pytest.param(*case, marks=pytest.mark.slow) for case in RIGHT_BUT_SLOW)]
+)
+def test_a_right_configuration_is_right(ranks: Ranks, world: int, overrides: str):
+    for report in ranks.run(world, run_doctor, overrides, timeout=600):
+        assert report.exit_code == 0, str(report)
+        assert not report.hints and "RIGHT" in str(report)
+
+
+def test_what_is_measured_beside_the_numbers(ranks: Ranks):
+    report = ranks.run(2, run_doctor, f"{GPT} mesh.cp=2 attention.layout=contiguous")[0]
+    # 61 tokens in parts of 31 and 30; the pad of rank 1 attends to nothing.
+    assert report.pairs == [31 * 32 // 2, 61 * 62 // 2 - 31 * 32 // 2]
+    assert report.attention_calls == {"layers.0": 1, "layers.1": 1}
+    # A block keeps half of what the whole model keeps: 31 of 62 slots, of which one is a pad.
+    for name, kept in report.kept_bytes.items():
+        assert kept == pytest.approx(report.whole_kept_bytes[name] * 31 / 61, rel=0.01), name
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
+
+
+def no_reduction() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("dtcp.parallelize.fsdp.apply_fsdp", lambda model, dims, **options: None)
+
+
+def mean_of_means() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("dtcp.train.trainer.count_valid_tokens", lambda labels, mesh: (labels != -100).sum())
+
+
+def averaged_gradients() -> contextlib.AbstractContextManager[Any]:
+    real = dtcp.apply_fsdp
+
+    def apply(model: nn.Module, dims: dtcp.ParallelDims, **options: Any) -> None:
+        real(model, dims, **options)
+        for module in model.modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(float(dims.view("fsdp").size()))
+
+    return mock.patch("dtcp.parallelize.fsdp.apply_fsdp", apply)
+
+
+def changed_cut(**changes: Callable[[Any], torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    from dtcp.train.batch import cut
+
+    def changed(*args: Any, **options: Any) -> Any:
+        microbatch = cut(*args, **options)
+        return dataclasses.replace(microbatch, **{name: change(microbatch) for name, change in changes.items()})
+
+    return mock.patch("dtcp.train.trainer.cut", changed)
+
+
+def labels_after_cut() -> contextlib.AbstractContextManager[Any]:
+    return changed_cut(labels=lambda microbatch: F.pad(microbatch.tokens[:, 1:], (0, 1), value=-100))
+
+
+def local_positions() -> contextlib.AbstractContextManager[Any]:
+    return changed_cut(positions=lambda m: torch.arange(m.tokens.size(1)).expand_as(m.tokens))
+
+
+def plain_norms() -> contextlib.AbstractContextManager[Any]:
+    real = ReplicatedParameters._apply
+
+    def apply(self: ReplicatedParameters, module: nn.Module, mesh: Any) -> nn.Module:
+        return module if isinstance(module, nn.LayerNorm) else real(self, module, mesh)
+
+    return mock.patch.object(ReplicatedParameters, "_apply", apply)
+
+
+def repeated_bias() -> contextlib.AbstractContextManager[Any]:
+    real = dtcp.apply_tensor_parallel
+
+    def add_again(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + module.bias.to_local(grad_placements=[Partial()])
+
+    def apply(model: Any, dims: dtcp.ParallelDims, **options: Any) -> None:
+        real(model, dims, **options)
+        for block in model.layers.values():
+            block.attention.output.register_forward_hook(add_again)
+
+    return mock.patch("dtcp.parallelize.tensor.apply_tensor_parallel", apply)
+
+
+def first_hop_in_backward() -> contextlib.AbstractContextManager[Any]:
+    real_backward, real_rotate = Ring.backward, Ring._rotate
+
+    def rotate(call: Any, key: torch.Tensor, value: torch.Tensor) -> Iterator[Any]:
+        for step, tiles, source_key, source_value in real_rotate(call, key, value):
+            if step == 1:
+                first = source_key.clone(), source_value.clone()
+            yield step, tiles, *((source_key, source_value) if step < 2 else first)
+
+    def backward(self: Ring, *args: Any) -> Any:
+        with mock.patch.object(Ring, "_rotate", staticmethod(rotate)):
+            return real_backward(self, *args)
+
+    return mock.patch.object(Ring, "backward", backward)
+
+
+def layer_1_attends_alone() -> contextlib.AbstractContextManager[Any]:
+    def replace(model: Any, *args: Any, **options: Any) -> None:
+        model.layers["1"].attention.sdpa = ScaledDotProductAttention()
+
+    return mock.patch("dtcp.parallelize.checkpointing.apply_activation_checkpointing", replace)
+
+
+def other_weights() -> contextlib.AbstractContextManager[Any]:
+    from dtcp.models.init import initialize
+
+    def draw(model: nn.Module, seed: int, rule: Any) -> None:
+        initialize(model, seed + torch.distributed.get_rank(), rule)
+
+    return mock.patch("dtcp.train.parallel.initialize", draw)
+
+
+FAULTS = [
+    (2, f"{GPT} mesh.cp=2", no_reduction, "every parameter: the gradient reduction over cp is missing"),
+    (2, f"{GPT} mesh.cp=2", mean_of_means, "the loss is a mean of means: the tokens of each rank"),
+    (2, f"{GPT} mesh.cp=2", averaged_gradients, "every gradient is ÷cp"),
+    (2, f"{GPT} mesh.cp=2 doctor.seq_len=64", labels_after_cut, "labels are shifted after the cut"),
+    (2, f"{LLAMA} mesh.cp=2", local_positions, "positions are local"),
+    (2, f"{GPT} mesh.tp=2", plain_norms, "10 parameter(s), final_norm.bias, "),
+    (2, f"{GPT} mesh.tp=2", plain_norms, "(the missed reduction of norm and bias gradients)"),
+    (2, f"{GPT} mesh.tp=2", repeated_bias, "row-parallel layer is added tp times, once by each rank before the sum"),
+    (3, f"{LLAMA} mesh.cp=3", first_hop_in_backward, "the backward uses the keys and values of another hop"),
+    (2, f"{LLAMA} mesh.cp=2", layer_1_attends_alone, "attention of layers.1 bypasses dtcp"),
+    (2, f"{LLAMA} mesh.cp=2", layer_1_attends_alone, "attention call 1 of 2 (from 0) bypasses dtcp's dispatch"),
+    (2, f"{GPT} mesh.tp=2", other_weights, "ranks begin with different weights"),
+    (2, f"{GPT} mesh.cp=2 {BFLOAT16}", mean_of_means, "the loss is a mean of means"),
+    (
+        2,
+        "doctor.model=doctor_models:make_with_local_positions mesh.cp=2 doctor.door=context doctor.seq_len=61",
+        contextlib.nullcontext,
+        "positions are local",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "overrides", "fault", "hint"), FAULTS)
+def test_a_planted_fault_is_found_and_named(ranks: Ranks, world: int, overrides: str, fault: Fault, hint: str):
+    for report in ranks.run(world, run_doctor, overrides, fault):
+        assert report.exit_code == 1
+        assert hint in str(report), str(report)
+
+
+def test_the_table_says_by_what_factor_a_gradient_is_off(ranks: Ranks):
+    report = ranks.run(2, run_doctor, f"{GPT} mesh.cp=2", averaged_gradients)[0]
+    # But for the biases of keys, whose gradient is 0.
+    right = [d.name for d in report.comparisons[0].deviations if not d.is_wrong]
+    assert sorted(right) == ["layers.0.attention.key.bias", "layers.1.attention.key.bias"]
+    assert "0.5 times the right one" in str(report)
+
+
+# ---- command line and refusals ---------------------------------------------------------------------------------------
+
+
+def command(world: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    return subprocess.run(
+        [sys.executable, *launch, "-m", "dtcp.doctor", *overrides],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+
+
+def test_the_command_says_right_with_exit_code_0_and_what_went_over_which_axis(tmp_path: Path):
+    done = command(2, *GPT.split(), "mesh.cp=2", f"doctor.json={tmp_path / 'findings.json'}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("RIGHT: this mesh trains as one rank does")
+    findings = json.loads((tmp_path / "findings.json").read_text())
+    assert findings["is_right"] and len(findings["comparisons"][0]["deviations"]) == 36
+    sent = {(t["axis"], t["kind"]): t for t in findings["traffic"]}
+    # Two layers: keys and values once forward and once backward (rank 1 sends its 31 tokens' whole, 2 rows, 64 + 64
+    # features, float32), and in the backward the gradients of those that the other rank read.
+    assert sent["cp", "send"]["count"] == 2 * 3
+    assert ("cp", "reduce_scatter") in sent and ("cp", "comparison of ranks") in sent
+
+
+@pytest.mark.slow
+def test_the_command_says_wrong_with_exit_code_1():
+    done = command(2, "doctor.model=doctor_models:make_with_local_positions", "mesh.cp=2", "doctor.door=context")
+    assert done.returncode == 1
+    assert "it looks like this: positions are local" in done.stdout and "WRONG" in done.stdout
+
+
+def test_a_wrong_import_path_is_one_line():
+    done = command(1, "doctor.model=doctor_models:nothing")
+    assert done.returncode == 1
+    assert "error: doctor.model=doctor_models:nothing cannot be loaded" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("doctor.model=doctor_models", "has to be package.module:name"),
+        ("doctor.model=doctor_models:VOCAB_SIZE", "has to be a function or a class, got int"),
+        ("doctor.model=doctor_models:make_without_positions", "has to take tokens (B, S) and positions (B, S)"),
+        ("doctor.model=doctor_models:make_with_torchs_dropout", "drops elements in layers.2, at random"),
+        ("doctor.seq_len=0", "doctor.seq_len has to be at least 1"),
+        ("doctor.context_plan=doctor_models:CONTEXT_PLAN", "is for a doctor.model"),
+    ],
+)
+def test_what_cannot_be_examined_is_refused(overrides: str, message: str):
+    with pytest.raises((ValueError, JobError)) as caught:
+        run_doctor(0, 1, overrides)
+    assert message in str(caught.value)
