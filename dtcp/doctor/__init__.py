@@ -1,4 +1,4 @@
-"""Is a configuration right? One step of it on all ranks, beside the uncut model on one; see ``python -m dtcp.doctor``."""
+"""Is a configuration right? A step of it on all ranks, beside the uncut model on one: ``python -m dtcp.doctor``."""
 
 from dtcp.doctor.config import DoctorJobConfig, compose_doctor_config
 from dtcp.doctor.examine import examine

@@ -141,7 +141,6 @@ def _axes_that_differ(subject: Subject, x: Tensor, wanted: Tensor, grad_norm: fl
 
 def _whole(subject: Subject, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every parameter of the model, in one order on every rank, also of other stages."""
-    rank, _ = rank_and_world()
     mesh = subject.dims.view("pp")
     names: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * mesh.size()
     own = {name: (x.shape, x.dtype) for name, x in held.items()}

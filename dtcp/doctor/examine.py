@@ -87,7 +87,7 @@ class _Examination:
                 limits = {n: HALF_FACTOR * max(e, typical) + HALF_FLOOR for n, e in errors.items()}
                 number_limit = HALF_FACTOR * abs(half.loss / self.right.loss - 1) + HALF_FLOOR
         limits, number_limit = _from_first((limits, number_limit))
-        gathered, comparison = self._compare(subject, loss, norm, limits, number_limit)
+        _, comparison = self._compare(subject, loss, norm, limits, number_limit)
         self.report.comparisons.append(comparison)
         if not comparison.is_right:
             self.report.hints.append(
@@ -97,7 +97,7 @@ class _Examination:
 
     # ---- steps ----
 
-    def _subject(self, **dtypes: DType) -> Subject:
+    def _subject(self, **dtypes: Any) -> Subject:
         training = dataclasses.replace(self.config.training, **dtypes)
         return Subject(dataclasses.replace(self.config, training=training), self.device)
 

@@ -42,7 +42,8 @@ def explain(
             common = "" if abs(factor - 1) < 10 * CLEAR else f" (and all gradients {factor_name(factor, subject)})"
             return [*hints, fault.hint + common]
     if subject.dims.cp > 1 and _ignores_positions(subject, reference):
-        return [*hints, f"positions are local: the model does not read the positions that it is given; {_GIVE_POSITIONS}"]
+        hint = f"positions are local: the model does not read the positions that it is given; {_GIVE_POSITIONS}"
+        return [*hints, hint]
     return [*hints, *_factors_of_some(wrong, subject)]
 
 
@@ -103,8 +104,8 @@ def _unreduced(wrong: Sequence[Deviation], right: Outcome) -> Iterator[str]:
 def _factor_hint(factor: float, subject: Subject) -> str:
     name = factor_name(factor, subject)
     why = (
-        "gradients are averaged over ranks or microbatches where shares have to be added: FSDP2's default divisor, DDP, "
-        "or scale_grads=True of a pipeline schedule; use dtcp.apply_fsdp, or set_gradient_divide_factor(1.0)"
+        "gradients are averaged over ranks or microbatches where shares have to be added: FSDP2's default divisor, "
+        "DDP, or scale_grads=True of a pipeline schedule; use dtcp.apply_fsdp, or set_gradient_divide_factor(1.0)"
         if factor < 1
         else "gradients are added up more often than once, or the loss is not divided by all valid tokens"
     )
@@ -249,6 +250,6 @@ def backward_of_attention(subject: Subject, error_forward: float, errors: Mappin
     return (
         f"attention itself, strategy {subject.config.attention.strategy} and layout {subject.layout.name}, is right in "
         f"the forward and wrong in the backward, in the gradient of {', '.join(bad)}: the backward uses the keys and "
-        "values of another hop than the forward's (the first hop's, say: at cp=2 that cannot be seen), or key gradients "
-        "do not travel home"
+        "values of another hop than the forward's (the first hop's, say: at cp=2 that cannot be seen), or key "
+        "gradients do not travel home"
     )

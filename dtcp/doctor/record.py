@@ -134,7 +134,8 @@ class _Call:
 
 
 def _flight_entries() -> list[dict[str, Any]]:
-    dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    c10d: Any = torch._C._distributed_c10d
+    dump = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
     return sorted(dump.get("entries", []), key=lambda entry: entry["record_id"])
 
 
@@ -158,7 +159,7 @@ def _calls(events: list[Any], entries: list[dict[str, Any]]) -> list[_Call]:
 
 
 def _traffic(events: list[Any], entries: list[dict[str, Any]], dims: ParallelDims) -> list[Traffic]:
-    axis_of = {dims.view(axis).get_group().group_name: axis for axis in reversed(_AXES)}
+    axis_of: dict[str, str] = {dims.view(axis).get_group().group_name: axis for axis in reversed(_AXES)}
     attending = [
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events

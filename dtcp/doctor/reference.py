@@ -125,9 +125,9 @@ class Reference:
             self._forward(slice(0, 1), RIGHT)
         for handle in handles:
             handle.remove()
-        for name in mode.callers:
-            if name in counts:
-                counts[name] += 1
+        for caller in mode.callers:
+            if caller in counts:
+                counts[caller] += 1
         return counts
 
     def _loss_of_row(self, row: slice, labels: Tensor, weights: Tensor, fault: Fault) -> Tensor:

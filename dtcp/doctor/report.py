@@ -110,13 +110,18 @@ def _comparison_lines(comparison: Comparison) -> list[str]:
         _number_line("loss", c.loss, c.reference_loss),
         _number_line("grad norm", c.grad_norm, c.reference_grad_norm),
         f"{len(c.wrong)} of {len(c.deviations)} gradients are wrong; the largest relative error is {worst:.1e} "
-        f"(limit {min(limits, default=0):.0e}{f' … {max(limits):.0e}' if limits and max(limits) > min(limits) else ''})",
+        f"(limit {_range(limits)})",
     ]
     lines += [f"no gradient arrived: {name}" for name in c.missing[:NUM_WORST]]
     shown = (c.wrong or c.deviations)[: NUM_WORST if c.wrong else 3]
     width = max((len(d.name) for d in shown), default=0)
     lines += [f"  {d.name:<{width}}  error {d.error:.1e}{_looks_like(d)}" for d in shown]
     return lines
+
+
+def _range(limits: list[float]) -> str:
+    low, high = min(limits, default=0.0), max(limits, default=0.0)
+    return f"{low:.0e}" if low == high else f"{low:.0e} … {high:.0e}"
 
 
 def _number_line(name: str, value: float, reference: float) -> str:

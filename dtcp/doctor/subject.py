@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtcp
-from dtcp.doctor.config import Door, DoctorJobConfig, load, load_function, small_job
+from dtcp.doctor.config import DoctorJobConfig, Door, load, load_function, small_job
 from dtcp.doctor.reference import IGNORED, Batch
 from dtcp.dropout import Dropout, dropout_keys
 from dtcp.dtensor import is_dtensor
@@ -87,8 +87,9 @@ class Subject(Trainer):
     def row_parallel_layers(self) -> list[str]:
         """Modules here whose weight is cut over tp by columns, so that their outputs are added up."""
         found = []
-        for name, parameter in self.model.named_parameters():
-            if is_dtensor(parameter) and "tp" in (names := parameter.device_mesh.mesh_dim_names or ()):
+        for name, x in self.model.named_parameters():
+            parameter: Any = x
+            if is_dtensor(x) and "tp" in (names := parameter.device_mesh.mesh_dim_names or ()):
                 placement = parameter.placements[names.index("tp")]
                 if name.endswith(".weight") and getattr(placement, "dim", None) == 1:
                     found.append(plain_name(name).removesuffix(".weight"))

@@ -106,7 +106,7 @@ def parallelize(
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     style = ContextParallel(strategy=strategy, kernel=kernel)  # checks the names also where cp is 1
     if dims.cp > 1:
-        plan = {"attention.sdpa": style} if context_plan is None else dict(context_plan)
+        plan: dict[str, ParallelStyle] = {"attention.sdpa": style} if context_plan is None else dict(context_plan)
         for block in _blocks(model) if plan else ():
             parallelize_module(block, dims.view("cp"), plan)
     apply_activation_checkpointing(model, activation_checkpointing, every=checkpoint_every, offload=offload_activations)

@@ -152,7 +152,7 @@ class DebugConfig:
 @dataclass(slots=True)
 class JobConfig:
     model: Any = MISSING  # fields of a preset's GPTConfig or LlamaConfig, and its name
-    data: Any = field(default_factory=lambda: _open_twin(DataConfig)())  # fields of dtcp.train.data.DataConfig
+    data: Any = field(default_factory=lambda: _data_schema())  # fields of dtcp.train.data.DataConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
@@ -244,8 +244,12 @@ def to_data_config(data: Any) -> DataConfig:
     return DataConfig(**dataclasses.asdict(data))
 
 
+def _data_schema() -> Any:
+    return _open_twin(DataConfig)()
+
+
 @functools.cache  # a schema that extends this one has the same types in it
-def _open_twin(kind: type, **more: Any) -> type:
+def _open_twin(kind: type, **more: Any) -> type[Any]:
     """The dataclass ``kind`` without ``frozen``, which hydra would refuse to override; a value comes from outside.
 
     Args:
