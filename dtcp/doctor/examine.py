@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from dtcp.doctor.record import Recording, Traffic, record
 from dtcp.doctor.reference import Outcome, Reference
 from dtcp.doctor.report import Comparison, Report, largest
 from dtcp.doctor.subject import Subject, rank_and_world
-from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.train.config import DType
 from dtcp.train.session import agreed
 
@@ -60,7 +58,7 @@ class _Examination:
         subject = self._subject(param_dtype=DType.float32, reduce_dtype=DType.float32)
         self.report.job = f"{subject.describe()}"
         self._take_weights(subject)
-        loss, norm = _step(subject)
+        loss, norm = subject.take_step()
         self._run_reference()
         gathered, comparison = self._compare(subject, loss, norm, {})
         if not comparison.is_right:
@@ -74,7 +72,7 @@ class _Examination:
     def in_bfloat16(self) -> None:
         """The job in its own precision; one rank's own error in it is the measure."""
         subject = self._subject()
-        loss, norm = _step(subject)
+        loss, norm = subject.take_step()
         limits: dict[str, float] = {}
         number_limit = 0.0
         with agreed():
@@ -178,7 +176,7 @@ class _Examination:
     def _record(self, subject: Subject) -> None:
         """Take the step once more, all compiled by now, and measure it."""
         subject.model.zero_grad()
-        _, recording = record(lambda: _step(subject), subject.named_blocks(subject.model), subject.dims)
+        _, recording = record(lambda: subject.take_step(), subject.named_blocks(subject.model), subject.dims)
         recordings: list[Recording] = [recording] * rank_and_world()[1]
         if len(recordings) > 1:
             dist.all_gather_object(recordings, recording)
@@ -211,15 +209,6 @@ class _Examination:
                     problems = _missed(wanted, self.report.attention_calls)
         problems, self.report.whole_kept_bytes = _from_first((problems, kept))
         self.report.problems += problems
-
-
-def _step(subject: Subject) -> tuple[float, float]:
-    """Forward and backward of the job: its loss and gradient norm; the gradients stay."""
-    microbatches = subject.read_microbatches()
-    share, _ = subject.compute_gradients(microbatches)
-    norm = clip_grad_norm_(subject.model, math.inf, subject.dims).item()
-    loss, _ = subject._sum_over_ranks(share, False)
-    return loss, norm
 
 
 def _missed(wanted: Mapping[str, int], found: Mapping[str, int]) -> list[str]:

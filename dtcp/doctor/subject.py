@@ -5,6 +5,7 @@ Shapes: B rows, S = seq_len.
 
 import contextlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from dtcp.dtensor import is_dtensor
 from dtcp.models import build_model
 from dtcp.models.init import Init, assign, draw, plain_name
 from dtcp.parallelize.blocks import named_blocks
+from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.train.batch import Microbatch, deal_microbatches
 from dtcp.train.parallel import cut_model
 from dtcp.train.session import agreed
@@ -62,6 +64,13 @@ class Subject(Trainer):
         model = self._make_own()
         is_meta = any(parameter.is_meta for parameter in model.parameters())
         return model.to_empty(device=self.device) if is_meta else model.to(self.device)
+
+    def take_step(self) -> tuple[float, float]:
+        """Forward and backward of the job: its loss and gradient norm; the gradients stay as the optimizer gets them."""
+        share, _ = self.compute_gradients(self.read_microbatches())
+        norm = clip_grad_norm_(self.model, math.inf, self.dims).item()
+        loss, _ = self._sum_over_ranks(share, False)
+        return loss, norm
 
     def whole_batch(self) -> Batch:
         """Return all rows of the step, uncut."""
