@@ -6,6 +6,7 @@ Shapes: B rows, S = seq_len.
 import contextlib
 import inspect
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from dtcp.models.init import Init, assign, draw, plain_name
 from dtcp.parallelize.blocks import named_blocks
 from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.train.batch import Microbatch, deal_microbatches
+from dtcp.train.config import to_model_config
 from dtcp.train.parallel import cut_model
 from dtcp.train.session import agreed
 from dtcp.train.trainer import Trainer, seed_everything
@@ -40,6 +42,8 @@ class Subject(Trainer):
     def __init__(self, config: DoctorJobConfig, device: torch.device) -> None:
         with agreed():
             small = small_job(config)
+            if config.doctor.model is None:
+                check_fits(to_model_config(small.model).num_parameters, device)
         self.options = config.doctor
         super().__init__(small, device)
         if config.model.weights is None:
@@ -66,7 +70,7 @@ class Subject(Trainer):
         return model.to_empty(device=self.device) if is_meta else model.to(self.device)
 
     def take_step(self) -> tuple[float, float]:
-        """Forward and backward of the job: its loss and gradient norm; the gradients stay as the optimizer gets them."""
+        """Forward and backward of the job: its loss and gradient norm. The gradients stay, as the optimizer's."""
         share, _ = self.compute_gradients(self.read_microbatches())
         norm = clip_grad_norm_(self.model, math.inf, self.dims).item()
         loss, _ = self._sum_over_ranks(share, False)
@@ -218,6 +222,25 @@ class Subject(Trainer):
                 noise = draw(parameter.shape, self.config.debug.seed + 1, name, NOISE).to(parameter.dtype)
                 full = whole_tensor(parameter.detach()).cpu() + noise
                 assign(parameter, full)
+
+
+def check_fits(num_parameters: int, device: torch.device) -> None:
+    """Refuse a model that one rank cannot hold three times: weights, gradients, and the job's gradients beside them.
+
+    Raises:
+        ValueError: Naming the bytes.
+    """
+    needed = 3 * 4 * num_parameters
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if needed > free:
+        raise ValueError(
+            f"the doctor compares with the whole model on one rank, {num_parameters:,} parameters in float32 take "
+            f"{needed / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are free; use model.num_layers=2 (and fewer of "
+            "model.vocab_size with a small tokenizer): faults show there too"
+        )
 
 
 def whole_tensor(x: Tensor) -> Tensor:
