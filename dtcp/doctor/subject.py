@@ -234,12 +234,12 @@ def check_fits(num_parameters: int, device: torch.device) -> None:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > free:
         raise ValueError(
             f"the doctor compares with the whole model on one rank, {num_parameters:,} parameters in float32 take "
-            f"{needed / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are free; use model.num_layers=2 (and fewer of "
-            "model.vocab_size with a small tokenizer): faults show there too"
+            f"{needed / 2**30:.0f} GiB and {free / 2**30:.0f} GiB are here; use model.num_layers=2: faults show "
+            "there too"
         )
 
 
