@@ -1,17 +1,18 @@
 """From a model on the meta device to one that is cut, compiled, sharded and has its weights."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from dtcp.mesh import ParallelDims
-from dtcp.models import GPT, Llama
 from dtcp.models.init import initialize
 from dtcp.parallelize.model import PipelineOptions, parallelize
 from dtcp.train.config import DType, JobConfig
 
 
 def parallelize_for_training(
-    model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device
+    model: Any, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> nn.Module:
     """Return ``model`` ready for its first step: `parallelize` as the configuration says, and the initial weights.
 
