@@ -78,6 +78,14 @@ def position_error(seq_len: int, max_seq_len: int) -> ValueError:
     )
 
 
+def table_error(seq_len: int, max_seq_len: int) -> ValueError:
+    """The error for a sequence longer than the rotary table."""
+    return ValueError(
+        f"the model has a rotary table of max_seq_len={max_seq_len} positions, got a sequence of {seq_len}; override "
+        f"max_seq_len={seq_len} (model.max_seq_len={seq_len} on the command line)"
+    )
+
+
 def can_read(x: Tensor) -> bool:
     """Whether the values are at hand: not traced, no subclass (FakeTensor, DTensor), on the CPU, not empty."""
     return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu" and x.numel() > 0

@@ -8,46 +8,48 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
 from torchtitan.models.common.embedding import Embedding
-from torchtitan.models.common.rope import ComplexRoPE, RoPE
+from torchtitan.models.common.rope import RoPE
 from torchtitan.models.llama3 import Llama3Model, llama3_configs
 
 from dtcp.integrations.torchtitan import with_dtcp_attention
 from dtcp.models.config import training_flops_per_token
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Fill, initialize
-from dtcp.models.inputs import can_read, check_tokens, is_residual_stream, resolve_positions
-from dtcp.models.titan_config import TitanLlama3Config, table_error
+from dtcp.models.inputs import can_read, check_tokens, is_residual_stream, resolve_positions, table_error
 
 
-def make_titan_config(config: TitanLlama3Config) -> Llama3Model.Config:
-    """Return torchtitan's own config of a flavor, with dtcp's attention and the fields of ``config`` that are not None.
+def make_titan_config(
+    flavor: str, *, vocab_size: int | None = None, num_layers: int | None = None, max_seq_len: int | None = None
+) -> Llama3Model.Config:
+    """Return torchtitan's own config of a flavor, with dtcp's attention and the numbers given here.
 
     Raises:
         ValueError: If torchtitan has no such flavor, or fewer layers than asked for.
     """
-    if config.flavor not in llama3_configs:
-        raise ValueError(f"torchtitan has no Llama 3 flavor {config.flavor!r}; flavors: {', '.join(llama3_configs)}")
+    if flavor not in llama3_configs:
+        raise ValueError(f"torchtitan has no Llama 3 flavor {flavor!r}; flavors: {', '.join(llama3_configs)}")
     # Of the backends, the one that a CPU can make a config of; its attention is replaced.
-    titan = with_dtcp_attention(llama3_configs[config.flavor](attn_backend="varlen"))
-    if config.num_layers is not None:
-        if config.num_layers > len(titan.layers):
+    titan = with_dtcp_attention(llama3_configs[flavor](attn_backend="varlen"))
+    if num_layers is not None:
+        if num_layers > len(titan.layers):
             raise ValueError(
-                f"torchtitan's Llama 3 {config.flavor} has {len(titan.layers)} layers, got num_layers="
-                f"{config.num_layers}; use at most those, or another flavor: {', '.join(llama3_configs)}"
+                f"torchtitan's Llama 3 {flavor} has {len(titan.layers)} layers, got num_layers={num_layers}; use at "
+                f"most those, or another flavor: {', '.join(llama3_configs)}"
             )
-        titan.layers = titan.layers[: config.num_layers]
-    if config.max_seq_len is not None:
+        titan.layers = titan.layers[:num_layers]
+    if max_seq_len is not None:
         for layer in titan.layers:  # whose attention is a copy already
-            layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_seq_len)
-    if config.vocab_size is not None:
-        titan.vocab_size = config.vocab_size
-        titan.tok_embeddings = replace(titan.tok_embeddings, num_embeddings=config.vocab_size)
-        titan.lm_head = replace(titan.lm_head, out_features=config.vocab_size)
+            layer.attention.rope = replace(layer.attention.rope, max_seq_len=max_seq_len)
+    if vocab_size is not None:
+        titan.vocab_size = vocab_size
+        titan.tok_embeddings = replace(titan.tok_embeddings, num_embeddings=vocab_size)
+        titan.lm_head = replace(titan.lm_head, out_features=vocab_size)
     return titan
 
 
@@ -63,7 +65,7 @@ class TitanLlama3(Llama3Model):
     Blocks, parameter names and numerics are torchtitan's own. Two things differ from ``config.build()``: a tied head
     has no weight of its own (two names for one parameter come apart in ``to_empty``), and ``state_dict`` has fused
     query, key and value weights as the one parameter that they are, so that loading in place reaches it;
-    ``load_state_dict`` takes either form.
+    ``load_state_dict`` takes torchtitan's form too.
     """
 
     # What a pipeline gives to its first and to its last stage only.
@@ -88,6 +90,7 @@ class TitanLlama3(Llama3Model):
         self.tok_embeddings = embedding
         if self.enable_weight_tying:
             self.lm_head = TiedHead()
+        self.register_load_state_dict_pre_hook(_drop_tied_head)
         for module in self.modules():
             if isinstance(module, FusedQKVLinear):
                 module._state_dict_hooks.clear()
@@ -181,11 +184,7 @@ class TitanLlama3(Llama3Model):
                 module.cache = tables[key]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TitanLlama3:
-        super()._apply(fn, recurse=recurse)
-        # ``to(dtype)`` takes the imaginary part out of complex tables, with a warning.
-        if any(isinstance(module, ComplexRoPE) and not module.cache.is_complex() for module in self.modules()):
-            self.init_buffers()
-        return self
+        return super()._apply(functools.partial(_keep_complex, fn), recurse=recurse)
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Raise: torchtitan's initial weights come from the global random state, and so depend on the mesh."""
@@ -196,6 +195,19 @@ class TitanLlama3(Llama3Model):
         attentions = [layer.attention for layer in self.config.layers]
         widths = sum(a.n_heads * (a.head_dim or a.dim // a.n_heads) for a in attentions)  # of all layers
         return training_flops_per_token(self._num_matmul_parameters, 1, widths, seq_len)
+
+
+def _keep_complex(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What ``to`` and ``to_empty`` make of a tensor; a rotary table only moves: a real dtype would take half of it."""
+    if not x.is_complex():
+        return fn(x)
+    device = fn(torch.empty(0, device=x.device)).device
+    return torch.empty_like(x, device=device) if x.is_meta else x.to(device)
+
+
+def _drop_tied_head(model: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    if model.enable_weight_tying:
+        state_dict.pop(f"{prefix}lm_head.weight", None)
 
 
 def _initial_distributions(model: nn.Module, qk_init_scale: float) -> dict[str, Fill]:

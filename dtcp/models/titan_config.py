@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dtcp.models.config import check_positive
+from dtcp.models.inputs import table_error
 
 if TYPE_CHECKING:
     from dtcp.models.titan import TitanLlama3
@@ -51,7 +52,9 @@ class TitanLlama3Config:
         """Return torchtitan's own ``Llama3Model.Config``, with dtcp's attention as inner attention; see `resolved`."""
         from dtcp.models.titan import make_titan_config
 
-        return make_titan_config(self)
+        return make_titan_config(
+            self.flavor, vocab_size=self.vocab_size, num_layers=self.num_layers, max_seq_len=self.max_seq_len
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -81,14 +84,6 @@ def build_titan(config: TitanLlama3Config) -> TitanLlama3:
     from dtcp.models.titan import TitanLlama3
 
     return TitanLlama3(config.to_titan(), qk_init_scale=config.qk_init_scale)
-
-
-def table_error(seq_len: int, max_seq_len: int) -> ValueError:
-    """The error for a sequence longer than the rotary table."""
-    return ValueError(
-        f"the model has a rotary table of max_seq_len={max_seq_len} positions, got a sequence of {seq_len}; override "
-        f"max_seq_len={seq_len} (model.max_seq_len={seq_len} on the command line)"
-    )
 
 
 @functools.lru_cache
