@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dtcp
 from dtcp.models import Llama, LlamaConfig, RopeScaling, build_model, model_config
+from parity import whole
 
 PUBLISHED = {
     "titan_llama3_1b": 1_235_814_400,
@@ -230,8 +231,11 @@ def by_a_door(rank: int, world: int, kind: str, door: str, fn: Callable = train_
             loss.backward()
         assert cp.num_attention_calls == 2
     else:
-        for block in model.layers.values():
-            parallelize_module(block, mesh["cp"], {"attention.inner_attention.sdpa": dtcp.ContextParallel()})
+        if door == "plan":
+            for block in model.layers.values():
+                parallelize_module(block, mesh["cp"], {"attention.inner_attention.sdpa": dtcp.ContextParallel()})
+        else:
+            dtcp.parallelize(model, dims, activation_checkpointing="selective")
         layout = dtcp.make_layout("head_tail", seq_len=97, cp=world)
         dtcp.set_sequence(model, layout)
         parts = [
@@ -239,12 +243,13 @@ def by_a_door(rank: int, world: int, kind: str, door: str, fn: Callable = train_
         ]
         loss = dtcp.token_loss(model(parts[0], parts[2]), parts[1], num_valid_tokens=2 * 97)
         loss.backward()
-    dtcp.reduce_gradients(model, dims)
+    if door != "parallelize":  # which has FSDP2
+        dtcp.reduce_gradients(model, dims)
     loss = loss.detach().clone()
     torch.distributed.all_reduce(loss)
     errors = [((loss - right_loss) / right_loss).abs().item()]
     for p, q in zip(model.parameters(), right.parameters(), strict=True):
-        errors.append(((p.grad - q.grad).norm() / q.grad.norm()).item())
+        errors.append(((whole(p.grad) - q.grad).norm() / q.grad.norm()).item())
     return errors
 
 
@@ -255,6 +260,7 @@ def by_a_door(rank: int, world: int, kind: str, door: str, fn: Callable = train_
         pytest.param("llama3", "plan", 2, marks=pytest.mark.slow),
         pytest.param("llama3", "context", 3, marks=pytest.mark.slow),
         pytest.param("debugmodel", "context", 2, marks=pytest.mark.slow),  # Qwen 3
+        pytest.param("debugmodel", "parallelize", 2, marks=pytest.mark.slow),
         pytest.param("debugmodel_non_fused_qkv", "plan", 3, marks=pytest.mark.slow),
     ],
 )
@@ -337,4 +343,14 @@ def test_a_config_without_initial_distributions_is_refused():
     config = small_llama3()
     config.norm.param_init = None
     with pytest.raises(ValueError, match=r"no initial distribution of norm.weight"):
+        TitanLlama3(config)
+
+
+def test_modules_that_a_plan_would_cut_in_another_way_are_refused():
+    from torchtitan.models.llama3 import llama3_configs
+
+    from dtcp.models.titan import TitanLlama3
+
+    config = llama3_configs["debugmodel"]("varlen", tp_gemm_backend="dist_gemm")
+    with pytest.raises(NotImplementedError, match=r"qkv_linear of the config is AllGatherFusedQKVLinear.Config; Tita"):
         TitanLlama3(config)

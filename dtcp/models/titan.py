@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
+from torchtitan.models.common.attention import BaseQKVLinear, FusedQKVLinear, QKVLinear
 from torchtitan.models.common.embedding import Embedding
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.rope import RoPE
 from torchtitan.models.llama3 import Llama3Model, llama3_configs
 
@@ -81,9 +83,11 @@ class TitanLlama3(Llama3Model):
             qk_init_scale: Extra factor on the initial query and key weights.
 
         Raises:
-            NotImplementedError: See `with_dtcp_attention`.
+            NotImplementedError: See `with_dtcp_attention`; for modules that a plan would cut in another way: those that
+                communicate themselves, low rank adapters, quantized weights.
             ValueError: If a parameter has no initial distribution in ``config``.
         """
+        _refuse_other_modules(config)
         super().__init__(with_dtcp_attention(config))
         embedding = _Embedding(config.tok_embeddings)
         embedding._param_init = (config.lm_head if self.enable_weight_tying else config.tok_embeddings).param_init
@@ -195,6 +199,22 @@ class TitanLlama3(Llama3Model):
         attentions = [layer.attention for layer in self.config.layers]
         widths = sum(a.n_heads * (a.head_dim or a.dim // a.n_heads) for a in attentions)  # of all layers
         return training_flops_per_token(self._num_matmul_parameters, 1, widths, seq_len)
+
+
+def _refuse_other_modules(config: Llama3Model.Config) -> None:
+    """Subclasses do something else with their weights."""
+    for base, *allowed in (
+        (BaseQKVLinear.Config, FusedQKVLinear.Config, QKVLinear.Config),
+        (FeedForward.Config, FeedForward.Config),
+        (Linear.Config, Linear.Config),
+    ):
+        for name, found, *_ in config.traverse(base):
+            if type(found) not in allowed:
+                raise NotImplementedError(
+                    f"{name} of the config is {type(found).__qualname__}; TitanLlama3 takes "
+                    f"{' or '.join(kind.__qualname__ for kind in allowed)}: use tp_gemm_backend='default' and no "
+                    "converters, or config.build()"
+                )
 
 
 def _keep_complex(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
