@@ -269,6 +269,24 @@ def test_torchtitans_own_models_are_context_parallel_by_the_doors(ranks, kind, d
         assert max(errors) < 1e-5, errors
 
 
+def by_dtensors(rank: int, world: int) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from dtcp.integrations.torchtitan import DtcpAttention
+
+    mesh = dtcp.ParallelDims(cp=world).build_mesh("cpu")["cp"]
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 13, heads, 16, generator=generator) for heads in (4, 2, 2))
+    right = dtcp.reference_attention(query, key, value, is_causal=True, enable_gqa=True, qkv_format="bshd")
+    parts = [distribute_tensor(x, mesh, [Shard(1)]) for x in (query, key, value)]
+    out = DtcpAttention.Config().build()(*parts, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(out.full_tensor(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_its_attention_takes_dtensors(ranks):
+    ranks.run(2, by_dtensors)
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 
