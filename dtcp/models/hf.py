@@ -204,7 +204,7 @@ def load_safetensors(model: nn.Module, folder: str | Path, *, whole: nn.Module |
     """
     folder = Path(folder).expanduser()
     whole = model if whole is None else whole
-    check_hf_config(whole.config, folder)  # type: ignore[arg-type]
+    check_hf_config(whole.config, folder)
     parameters = {hf_name(plain_name(name)): parameter for name, parameter in model.named_parameters()}
     with ExitStack() as stack:
         found = dict(_open_tensors(folder, stack))
@@ -219,7 +219,7 @@ def load_safetensors(model: nn.Module, folder: str | Path, *, whole: nn.Module |
             assign(parameter, value.to(parameter.dtype))
 
 
-def check_hf_config(config: LlamaConfig | GPTConfig, folder: Path) -> None:
+def check_hf_config(config: object, folder: Path) -> None:
     """Raise ``ValueError`` if the ``config.json`` in ``folder`` is missing or describes another model than ours."""
     config = _as_llama(config)
     path = folder / CONFIG_FILE
@@ -239,7 +239,7 @@ def check_hf_config(config: LlamaConfig | GPTConfig, folder: Path) -> None:
         raise ValueError(f"{folder} holds another model: {'; '.join(differing)}; set the model's fields to those there")
 
 
-def _as_llama(config: LlamaConfig | GPTConfig) -> LlamaConfig:
+def _as_llama(config: object) -> LlamaConfig:
     if not isinstance(config, LlamaConfig):
         raise NotImplementedError(
             f"weights in Hugging Face's form exist for llama models only, got {type(config).__name__}; use a llama_* "

@@ -32,8 +32,12 @@ class Init:
     cutoff: float | None = None
 
 
-def initialize(model: nn.Module, seed: int, rule: Callable[[str], Init]) -> None:
-    """Fill every parameter of ``model`` in place.
+Fill = Callable[[Tensor], object]
+"""Draws the values of a parameter into a float32 CPU tensor, from torch's default generator."""
+
+
+def initialize(model: nn.Module, seed: int, rule: Callable[[str], Init | Fill]) -> None:
+    """Fill every parameter of ``model`` in place, and the buffers of modules that have an ``init_buffers()``.
 
     Values are drawn in float32 on the CPU, one full parameter at a time, then rounded to the parameter's dtype. A
     ``DTensor`` keeps its own slice of the full draw: no communication, peak memory of one full parameter. Every rank
@@ -56,11 +60,19 @@ def initialize(model: nn.Module, seed: int, rule: Callable[[str], Init]) -> None
                 )
             name = plain_name(qualified_name)
             assign(parameter, draw(parameter.shape, seed, name, rule(name)))
+    for module in model.modules():
+        if callable(init_buffers := getattr(module, "init_buffers", None)):
+            init_buffers()
 
 
-def draw(shape: torch.Size, seed: int, name: str, init: Init) -> Tensor:
+def draw(shape: torch.Size, seed: int, name: str, init: Init | Fill) -> Tensor:
     """Return the float32 CPU tensor of ``shape`` that ``seed`` and ``name`` stand for."""
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    if not isinstance(init, Init):
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(_stable_hash(seed, name))
+            init(values)
+        return values
     if init.std == 0:
         return values.fill_(init.mean)
     generator = torch.Generator("cpu").manual_seed(_stable_hash(seed, name))

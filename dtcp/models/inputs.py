@@ -21,7 +21,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """
     if tokens.ndim != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"tokens must be int64 (B, S), got {tokens.dtype} {tuple(tokens.shape)}; use tokens.long()")
-    if _can_read(tokens):
+    if can_read(tokens):
         low, high = (int(x) for x in torch.aminmax(tokens))
         if low < 0 or high >= vocab_size:
             raise ValueError(
@@ -61,7 +61,7 @@ def check_position_range(positions: Tensor, max_seq_len: int) -> None:
     """
     if positions.size(-1) > max_seq_len:
         raise position_error(positions.size(-1), max_seq_len)
-    if _can_read(positions):
+    if can_read(positions):
         low, high = (int(x) for x in torch.aminmax(positions))
         if low < 0:
             raise ValueError(f"positions must be >= 0, got {low}; pad slots take position 0")
@@ -78,6 +78,14 @@ def position_error(seq_len: int, max_seq_len: int) -> ValueError:
     )
 
 
-def _can_read(x: Tensor) -> bool:
+def table_error(seq_len: int, max_seq_len: int) -> ValueError:
+    """The error for a sequence longer than the rotary table."""
+    return ValueError(
+        f"the model has a rotary table of max_seq_len={max_seq_len} positions, got a sequence of {seq_len}; override "
+        f"max_seq_len={seq_len} (model.max_seq_len={seq_len} on the command line)"
+    )
+
+
+def can_read(x: Tensor) -> bool:
     """Whether the values are at hand: not traced, no subclass (FakeTensor, DTensor), on the CPU, not empty."""
     return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu" and x.numel() > 0

@@ -1,8 +1,9 @@
-"""Sizes of the published models and of two tiny ones, as data."""
+"""Sizes of the published models and of tiny ones, as data."""
 
 from dtcp.models.gpt import GPTConfig
 from dtcp.models.llama import LlamaConfig
 from dtcp.models.rope import RopeScaling
+from dtcp.models.titan_config import TitanLlama3Config
 
 BYTES_VOCAB_SIZE = 264  # the byte tokenizer's 257 ids, rounded up so that 2, 4 and 8 ranks can share the head
 GPT2_VOCAB_SIZE = 50_257
@@ -20,7 +21,7 @@ def _llama3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, stretch: fl
     )
 
 
-PRESETS: dict[str, GPTConfig | LlamaConfig] = {
+PRESETS: dict[str, GPTConfig | LlamaConfig | TitanLlama3Config] = {
     "gpt_tiny": GPTConfig(BYTES_VOCAB_SIZE, 4096, 128, 4, 4),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2_medium": _gpt2(1024, 24, 16),
@@ -34,5 +35,12 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
     "llama3_405b": _llama3(16_384, 126, 128, 53_248, 8.0, False),  # published as Llama 3.1 only
     "llama3_2_1b": _llama3(2048, 16, 32, 8192, 32.0, True),
     "llama3_2_3b": _llama3(3072, 28, 24, 8192, 32.0, True),
+    # torchtitan's Llama 3, in the sizes of its own registry.
+    "titan_llama3_debug": TitanLlama3Config("debugmodel"),
+    "titan_llama3_1b": TitanLlama3Config("1B"),
+    "titan_llama3_3b": TitanLlama3Config("3B"),
+    "titan_llama3_8b": TitanLlama3Config("8B"),
+    "titan_llama3_70b": TitanLlama3Config("70B"),
+    "titan_llama3_405b": TitanLlama3Config("405B"),
 }
 """Sources: the GPT-2 and Llama 3, 3.1 and 3.2 model cards and configuration files."""

@@ -76,8 +76,9 @@ def parallelize(
         model: Has ``layers``, an ``nn.ModuleDict`` or ``nn.ModuleList`` (a dict at pp > 1) of blocks. Best on the meta
             device: ``model.to_empty(device=…)`` and ``model.init_weights(seed)`` come after.
         dims: Built mesh.
-        sequence_parallel, tensor_plan: See ``apply_tensor_parallel``; a plan for models other than GPT and Llama.
-        context_plan: Of a block, at cp > 1; None: ``{"attention.sdpa": ContextParallel(strategy=…, kernel=…)}``. An
+        sequence_parallel, tensor_plan: See ``apply_tensor_parallel``; a plan for models that it has none for.
+        context_plan: Of a block, at cp > 1; None: ``ContextParallel(strategy=…, kernel=…)`` for the modules that attend
+            as those of `dtcp.models` do (``"attention.sdpa"``), or that `dtcp.integrations` have put in. An
             empty one leaves attention to another door, ``with context_parallel(...)``.
         strategy, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
@@ -106,9 +107,10 @@ def parallelize(
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     style = ContextParallel(strategy=strategy, kernel=kernel)  # checks the names also where cp is 1
     if dims.cp > 1:
-        plan: dict[str, ParallelStyle] = {"attention.sdpa": style} if context_plan is None else dict(context_plan)
-        for block in _blocks(model) if plan else ():
-            parallelize_module(block, dims.view("cp"), plan)
+        for block in _blocks(model):
+            plan = _context_plan(block, style) if context_plan is None else dict(context_plan)
+            if plan:
+                parallelize_module(block, dims.view("cp"), plan)
     apply_activation_checkpointing(model, activation_checkpointing, every=checkpoint_every, offload=offload_activations)
     if compile:
         for block in _blocks(model):
@@ -120,6 +122,13 @@ def parallelize(
         return _make_pipeline(model, dims, pipeline or PipelineOptions(), divisor, sharding)
     _shard(model, dims, sharding)
     return model
+
+
+def _context_plan(block: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    from dtcp.models.attention import ScaledDotProductAttention
+
+    names = [name for name, module in block.named_modules() if isinstance(module, ScaledDotProductAttention)]
+    return dict.fromkeys(names or ["attention.sdpa"], style)  # which is refused by name where there is none
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -143,7 +152,8 @@ def _make_pipeline(
     config: Any = getattr(model, "config", None)
     tied = options.tied
     if tied is None:
-        tied = ("token_embedding",) if getattr(config, "tie_weights", False) else ()
+        default = ("token_embedding",) if getattr(config, "tie_weights", False) else ()
+        tied = getattr(model, "tied_modules", default)
     stages, num_stages = split_into_stages(
         model, dims, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
     )

@@ -14,6 +14,7 @@ from torch import nn
 
 from dtcp.mesh import ParallelDims
 
+# Of models that do not say so themselves, by attributes `first_modules` and `last_modules`.
 FIRST = ("token_embedding", "position_embedding", "embedding_dropout")
 LAST = ("final_norm", "head")
 
@@ -166,7 +167,15 @@ def split_into_stages(
     layers = deal_layers(len(model.layers), num_stages)  # type: ignore[arg-type]
     rank = dims.view("pp").get_local_rank()
     stages = {
-        index: make_stage(model, layers[index], is_first=index == 0, is_last=index == num_stages - 1, tied=tied)
+        index: make_stage(
+            model,
+            layers[index],
+            is_first=index == 0,
+            is_last=index == num_stages - 1,
+            first=getattr(model, "first_modules", FIRST),
+            last=getattr(model, "last_modules", LAST),
+            tied=tied,
+        )
         for index in stages_of_rank(rank, dims.pp, stages_per_rank, is_v_shaped=kind.is_v_shaped)
     }
     return stages, num_stages

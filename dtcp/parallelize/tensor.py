@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
 from dtcp.models.head import TiedHead
+from dtcp.models.titan_config import is_titan_llama3
 from dtcp.parallelize.dropout import SequenceParallelDropout
 from dtcp.parallelize.styles import ReplicatedParameters, VocabularyParallelEmbedding
 from dtcp.parallelize.unmatched import refuse_unmatched_keys
@@ -44,7 +45,7 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     (B, S, D) without sequence parallelism. Embeddings and head are cut by vocabulary, which need not divide by T.
 
     Args:
-        model: A ``GPT`` or ``Llama``, on any device. For another model write the plan in the same way.
+        model: A ``GPT``, ``Llama`` or ``TitanLlama3``, on any device. For another model write the plan in the same way.
         sequence_parallel: Cut the residual stream over positions. S has to be a multiple of T:
             ``make_layout(..., multiple_of=T)``.
         loss_parallel: Leave the logits a DTensor, ``Shard(-1)``, as ``token_loss`` takes them. False gathers them:
@@ -53,12 +54,14 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     Raises:
         ValueError: If there is no plan for this kind of model.
     """
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    if is_titan_llama3(model):
+        return _titan_plan(model, stream, loss_parallel)
     if not isinstance(model, GPT | Llama):
         raise ValueError(
-            f"there is a tensor parallel plan for GPT and Llama, got {type(model).__name__}; write one for its modules "
-            "in the same way and give it to apply_tensor_parallel(model, dims, plan=...)"
+            f"there is a tensor parallel plan for GPT, Llama and TitanLlama3, got {type(model).__name__}; write one "
+            "for its modules in the same way and give it to apply_tensor_parallel(model, dims, plan=...)"
         )
-    stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: Plan = {"token_embedding": VocabularyParallelEmbedding(output_layout=stream)}
     if isinstance(model, GPT):
         # Positions are (B, S) or (S,): the last dim is what is cut.
@@ -80,7 +83,7 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
         "layers.*.feed_forward.up": ColwiseParallel(),
         "layers.*.feed_forward.down": RowwiseParallel(output_layouts=stream),
         "final_norm": norm,
-        "head": _head(model, stream, loss_parallel),
+        "head": _head(model.head, stream, loss_parallel),
     }
     if isinstance(model, Llama):
         plan["layers.*.feed_forward.gate"] = ColwiseParallel()
@@ -128,9 +131,29 @@ def _enter(stream: Placement, *more: None) -> PrepareModuleInput:
     return PrepareModuleInput(input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more))
 
 
-def _head(model: GPT | Llama, stream: Placement, loss_parallel: bool) -> ParallelStyle:
+def _titan_plan(model: Any, stream: Placement, loss_parallel: bool) -> Plan:
+    """The same by torchtitan's names. Fused rows are key heads with their queries and values, so a cut keeps these."""
+    norm = ReplicatedParameters(input_layout=stream)
+    projections = [name for name, _ in next(iter(model.layers.values())).attention.qkv_linear.named_children()]
+    return {
+        "tok_embeddings": VocabularyParallelEmbedding(output_layout=stream),
+        "layers.*.attention_norm": norm,
+        "layers.*.attention": _enter(stream, None, None),  # masks and positions stay as they are
+        **{f"layers.*.attention.qkv_linear.{name}": ColwiseParallel() for name in projections},
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+        "layers.*.ffn_norm": norm,
+        "layers.*.feed_forward": _enter(stream),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
+        "norm": norm,
+        "lm_head": _head(model.lm_head, stream, loss_parallel),
+    }
+
+
+def _head(head: nn.Module, stream: Placement, loss_parallel: bool) -> ParallelStyle:
     output = Shard(-1) if loss_parallel else Replicate()
-    if not isinstance(model.head, TiedHead):
+    if not isinstance(head, TiedHead):
         return ColwiseParallel(input_layouts=stream, output_layouts=output, use_local_output=not loss_parallel)
     # The weight comes with the call: the embedding's own, cut by vocabulary already. Its gradients of both uses meet.
     return PrepareModuleInputOutput(
@@ -146,13 +169,9 @@ def _head(model: GPT | Llama, stream: Placement, loss_parallel: bool) -> Paralle
 
 
 def check_tensor_parallel(model: nn.Module, tp: int) -> None:
-    """Raise ``ValueError`` naming the first size of a GPT or Llama that ``tp`` ranks cannot share."""
+    """Raise ``ValueError`` naming the first size of one of our models that ``tp`` ranks cannot share."""
     config: Any = model.config
-    is_llama = isinstance(model, Llama)
-    sizes = {"num_heads": config.num_heads}
-    if is_llama:
-        sizes["num_kv_heads"] = config.num_kv_heads
-    sizes["ffn_dim"] = config.ffn_dim if is_llama else config.hidden_dim
+    sizes = _shared_sizes(model)
     common = math.gcd(*sizes.values())
     allowed = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
     for name, size in sizes.items():
@@ -165,6 +184,20 @@ def check_tensor_parallel(model: nn.Module, tp: int) -> None:
         raise ValueError(f"tensor parallelism needs vocab_size >= tp, got {config.vocab_size} and tp={tp}")
 
 
+def _shared_sizes(model: nn.Module) -> dict[str, int]:
+    config: Any = model.config
+    if is_titan_llama3(model):
+        attentions = [layer.attention for layer in config.layers]
+        return {
+            "num_heads": math.gcd(*(a.n_heads for a in attentions)),
+            "num_kv_heads": math.gcd(*(a.n_kv_heads or a.n_heads for a in attentions)),
+            "ffn_dim": math.gcd(*(layer.feed_forward.w1.out_features for layer in config.layers)),
+        }
+    if isinstance(model, Llama):
+        return {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "ffn_dim": config.ffn_dim}
+    return {"num_heads": config.num_heads, "ffn_dim": config.hidden_dim}
+
+
 def _check_model(model: nn.Module, tp: int) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -172,7 +205,7 @@ def _check_model(model: nn.Module, tp: int) -> None:
                 f"apply_tensor_parallel needs plain parameters, got {name} as a DTensor over "
                 f"{parameter.device_mesh.mesh_dim_names}; call it once, and before apply_fsdp"
             )
-    if isinstance(model, GPT | Llama):
+    if isinstance(model, GPT | Llama) or is_titan_llama3(model):
         check_tensor_parallel(model, tp)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:

@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
-from dtcp.models import PRESETS, GPTConfig, LlamaConfig, model_config
+from dtcp.models import PRESETS, GPTConfig, LlamaConfig, ModelConfig, TitanLlama3Config, model_config
 from dtcp.train.data import DataConfig
 
 
@@ -151,7 +151,7 @@ class DebugConfig:
 
 @dataclass(slots=True)
 class JobConfig:
-    model: Any = MISSING  # fields of a preset's GPTConfig or LlamaConfig, and its name
+    model: Any = MISSING  # fields of a preset's config (GPTConfig, LlamaConfig, …), and its name
     data: Any = field(default_factory=lambda: _data_schema())  # fields of dtcp.train.data.DataConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -173,7 +173,7 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=JobConfig)
     more = {"name": str, "weights": str | None}  # weights: a folder in Hugging Face's form; null: drawn from the seed
-    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig)}
+    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig, TitanLlama3Config)}
     for name, preset in PRESETS.items():
         store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name, weights=None))
 
@@ -224,7 +224,7 @@ def compose_job_config(overrides: list[str], name: str = "config") -> JobConfig:
         return to_job_config(compose(name, overrides=overrides))
 
 
-def to_model_config(model: Any) -> GPTConfig | LlamaConfig:
+def to_model_config(model: Any) -> ModelConfig:
     """Return the model's own config, checked, from the model section.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dtcp.models import GPTConfig, LlamaConfig
+from dtcp.models import ModelConfig
 from dtcp.train.config import JobConfig
 from dtcp.train.data import TextDataset
 
@@ -20,7 +20,7 @@ _ONLY_INITIAL = ("init_std", "qk_init_scale")  # of the model's fields: without 
 
 
 def describe_job(
-    config: JobConfig, model: GPTConfig | LlamaConfig, dataset: TextDataset, optimizer: torch.optim.Optimizer
+    config: JobConfig, model: ModelConfig, dataset: TextDataset, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Return the settings of a job in JSON types: "trained", "how", and the parts that say what they are for.
 

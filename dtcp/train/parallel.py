@@ -6,14 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from dtcp.mesh import ParallelDims
-from dtcp.models import GPT, Llama
 from dtcp.models.init import initialize
 from dtcp.parallelize.model import PipelineOptions, parallelize
 from dtcp.train.config import DType, JobConfig
 
 
 def parallelize_for_training(
-    model: GPT | Llama, dims: ParallelDims, config: JobConfig, device: torch.device, **plans: Any
+    model: Any, dims: ParallelDims, config: JobConfig, device: torch.device, **plans: Any
 ) -> nn.Module:
     """Return ``model`` ready for its first step: `parallelize` as the configuration says, and the initial weights.
 

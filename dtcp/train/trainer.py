@@ -85,7 +85,9 @@ class Trainer:
             self.dataset = make_dataset(
                 to_data_config(config.data), seq_len=config.training.seq_len, seed=config.debug.seed
             )
-            check_vocabulary(self.dataset.tokenizer.vocab_size, self.model_config.vocab_size, config.model.name)
+            vocab_size = self.model_config.vocab_size
+            assert vocab_size is not None  # of a resolved config
+            check_vocabulary(self.dataset.tokenizer.vocab_size, vocab_size, config.model.name)
             check_checkpoint_config(config.checkpoint)
             if config.model.weights is not None:
                 check_hf_config(self.model_config, Path(config.model.weights).expanduser())

@@ -1,0 +1,93 @@
+"""Which of torchtitan's Llama 3 models to build; torchtitan itself is loaded when a size is asked for."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dtcp.models.config import check_positive
+from dtcp.models.inputs import table_error
+
+if TYPE_CHECKING:
+    from dtcp.models.titan import TitanLlama3
+
+
+@dataclass(frozen=True, slots=True)
+class TitanLlama3Config:
+    """A Llama 3 of torchtitan's registry.
+
+    Attributes:
+        flavor: Its name in ``torchtitan.models.llama3.llama3_configs``, where the sizes are.
+        vocab_size: Rows of the embedding; None is the registry's.
+        num_layers: The first so many of its blocks; None is all.
+        max_seq_len: Rows of the rotary table, the longest global sequence in tokens; None is the registry's.
+        qk_init_scale: Extra factor on the initial query and key weights; above 1 attention starts peaked.
+    """
+
+    flavor: str
+    vocab_size: int | None = None
+    num_layers: int | None = None
+    max_seq_len: int | None = None
+    qk_init_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in ("vocab_size", "num_layers", "max_seq_len")}
+        check_positive(**{name: number for name, number in numbers.items() if number is not None})
+
+    def resolved(self) -> TitanLlama3Config:
+        """Return the same with torchtitan's own numbers for those that are None.
+
+        Raises:
+            ValueError: If torchtitan has no such flavor, or fewer layers than asked for.
+        """
+        titan = self.to_titan()
+        return replace(self, vocab_size=titan.vocab_size, num_layers=len(titan.layers), max_seq_len=titan.max_seq_len)
+
+    def to_titan(self) -> Any:
+        """Return torchtitan's own ``Llama3Model.Config``, with dtcp's attention as inner attention; see `resolved`."""
+        from dtcp.models.titan import make_titan_config
+
+        return make_titan_config(
+            self.flavor, vocab_size=self.vocab_size, num_layers=self.num_layers, max_seq_len=self.max_seq_len
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, a tied head counted once."""
+        return _on_meta(self).num_parameters
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward operations per token; the formula is `training_flops_per_token`'s."""
+        return _on_meta(self).flops_per_token(seq_len)
+
+    def check_seq_len(self, seq_len: int) -> None:
+        """Raise ``ValueError`` if the rotary table has fewer rows than a global sequence of ``seq_len`` tokens."""
+        check_positive(seq_len=seq_len)
+        rows = self.to_titan().max_seq_len
+        if seq_len > rows:
+            raise table_error(seq_len, rows)
+
+
+def is_titan_llama3(model: nn.Module) -> bool:
+    """Whether ``model`` is a `TitanLlama3`, without loading torchtitan to find out."""
+    module = sys.modules.get("dtcp.models.titan")
+    return module is not None and isinstance(model, module.TitanLlama3)
+
+
+def build_titan(config: TitanLlama3Config) -> TitanLlama3:
+    """Return the model that ``config`` describes, on the current default device."""
+    from dtcp.models.titan import TitanLlama3
+
+    return TitanLlama3(config.to_titan(), qk_init_scale=config.qk_init_scale)
+
+
+@functools.lru_cache
+def _on_meta(config: TitanLlama3Config) -> TitanLlama3:
+    """The model without weights, to ask for its sizes."""
+    with torch.device("meta"):
+        return build_titan(config)
