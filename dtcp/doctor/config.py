@@ -14,9 +14,10 @@ from omegaconf import MISSING
 from dtcp.layout import make_layout
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.stages import check_num_microbatches
-from dtcp.train.config import JobConfig, compose_job_config, register_schemas
+from dtcp.train.config import JobConfig, compose_job_config, register_schemas, to_model_config
 
 SHORT = 256  # tokens: enough for several tiles a rank, and a second on a laptop
+TITAN_INIT_STD = 0.02  # what torchtitan draws a Llama's query and key weights with
 PEAKED = 2.0  # standard deviation of a query's and a key's elements after the norm: attention logits of about +-4
 
 
@@ -151,5 +152,6 @@ def _peaked(model: Any) -> Any:
     """The model section with query and key weights that make attention peaked, where it draws its own weights."""
     if model.weights is not None or not hasattr(model, "qk_init_scale"):
         return model
-    scale = PEAKED / (model.init_std * model.dim**0.5)
+    width = to_model_config(model).dim
+    scale = PEAKED / (getattr(model, "init_std", TITAN_INIT_STD) * width**0.5)
     return dataclasses.replace(model, qk_init_scale=max(model.qk_init_scale, scale))

@@ -63,11 +63,13 @@ class Subject(Trainer):
         Raises:
             ValueError: If a model of the user's is no such model.
         """
-        if self.options.model is None:
-            return build_model(self.model_config, device="meta").to_empty(device=self.device)
-        model = self._make_own()
-        is_meta = any(parameter.is_meta for parameter in model.parameters())
-        return model.to_empty(device=self.device) if is_meta else model.to(self.device)
+        own = self.options.model is not None
+        model: Any = self._make_own() if own else build_model(self.model_config, device="meta")
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            return model.to(self.device)
+        model.to_empty(device=self.device)
+        model.init_weights(self.config.debug.seed)  # buffers too, which no one gathers
+        return model
 
     def take_step(self) -> tuple[float, float]:
         """Forward and backward of the job: its loss and gradient norm. The gradients stay, as the optimizer's."""

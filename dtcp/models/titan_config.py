@@ -57,6 +57,11 @@ class TitanLlama3Config:
         )
 
     @property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+        return int(self.to_titan().dim)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters, a tied head counted once."""
         return _on_meta(self).num_parameters
