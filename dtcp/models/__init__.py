@@ -1,7 +1,7 @@
 """Models that call ``F.scaled_dot_product_attention`` and know nothing of parallelism.
 
 ``model(tokens, positions)`` with explicit global positions, so the sequence may be cut in any order; everything but
-``layers.*.attention.sdpa`` works on each position alone.
+``layers.*.attention.sdpa`` (``attention.inner_attention.sdpa`` in torchtitan's) works on each position alone.
 """
 
 from __future__ import annotations
