@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtcp
 from dtcp.models import build_model
 from parity import TOLERANCE, compare, record_run, scattered
+from recorder import Sent, count_collectives
 from test_tensor_parallel import job
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -271,46 +271,29 @@ def test_the_norm_counts_each_element_once_over_several_meshes(ranks):
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 
 
-# What a rank sends of the input of a collective over p ranks.
-PARTS: dict[str, Any] = {
-    "all_reduce": lambda p: 2 * (p - 1) / p,
-    "reduce_scatter_tensor": lambda p: (p - 1) / p,
-    "all_gather_into_tensor": lambda p: p - 1,
-}
-
-
-class SentBytes(TorchDispatchMode):
-    """Bytes that a rank sends, by kind of collective; those of tensors with one dim apart."""
-
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__()
-        self.num_ranks = num_ranks
-        self.sent: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split("::")[1].split(".")[0]
-        if name in PARTS and "c10d_functional" in func.name():
-            num_bytes = args[0].numel() * args[0].element_size() * PARTS[name](self.num_ranks)
-            self.sent[name if args[0].ndim > 1 else "gradients of norms"] += round(num_bytes)
-        return func(*args, **(kwargs or {}))
-
-
 def count_sent(rank: int, world: int, kind: str, sequence_parallel: bool, num_layers: int) -> list[Counter[str]]:
     dims, model = make_dims(tp=world), make_model(kind, num_layers=num_layers)
     dtcp.apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel)
     tokens, labels = make_batch(24)
-    with SentBytes(world) as forward:
+    with count_collectives(world) as forward:
         loss = dtcp.token_loss(model(tokens), labels)
-    with SentBytes(world) as backward:
+    with count_collectives(world) as backward:
         loss.backward()
-    return [forward.sent, backward.sent]
+    return [by_kind(forward), by_kind(backward)]
+
+
+def by_kind(sent: list[Sent]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for exchange in sent:
+        total[exchange.kind] += exchange.num_bytes
+    return total
 
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "gpt"), pytest.param(4, "llama", marks=pytest.mark.slow)])
 def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(ranks, world, kind):
-    """Of a layer, the second of two: 4 (t-1)/t·s·b·h·e forward and as many backward, with and without.
+    """Of a layer, the second of two: 4 (t-1)/t·s·b·h·e forward, with and without; backward as many without, 6 with.
 
-    Backward, a scheme that gathers inputs anew instead of keeping them whole would send 6.
+    The gathers again of the inputs of attention and feed-forward are what it costs not to keep them whole.
     """
 
     def of_a_layer(sequence_parallel: bool) -> list[Counter[str]]:
@@ -321,10 +304,10 @@ def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(ranks, world
     for sent in of_a_layer(sequence_parallel=False):
         assert sent == {"all_reduce": 4 * unit}
     forward, backward = of_a_layer(sequence_parallel=True)
-    assert forward == {"all_gather_into_tensor": 2 * unit, "reduce_scatter_tensor": 2 * unit}
+    assert forward == {"all_gather": 2 * unit, "reduce_scatter": 2 * unit}
     num_whole = {"gpt": 4, "llama": 2}[kind]  # of the two norms; biases of row-parallel layers see all positions
     small = num_whole * round(COMMON["dim"] * 4 * 2 * (world - 1) / world)
-    assert backward == forward | {"gradients of norms": small}
+    assert backward == {"all_gather": 4 * unit, "reduce_scatter": 2 * unit, "vectors": small}
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------
