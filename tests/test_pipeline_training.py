@@ -6,9 +6,7 @@ import dataclasses
 
 import pytest
 
-from parity import DROPOUT, JOB, PEAKED, TINY, Record, compare, record_run, scattered
-
-STEPS = 10
+from parity import DROPOUT, JOB, PEAKED, STEPS, TINY, compare, merge, record_run, scattered
 
 
 def job(model: str, num_layers: int, steps: int = STEPS) -> list[str]:
@@ -55,12 +53,6 @@ CASES = [
     Case("mesh.pp=2 mesh.dp_replicate=2 mesh.cp=2", 8, "1F1B", "llama", 2, ("attention.strategy=all_gather",)),
 ]
 IN_QUICK_RUN = CASES[:3]
-
-
-def merge(records: list[Record]) -> Record:
-    """All stages' gradients in one record; ranks that hold a parameter too have the same."""
-    gradients = {step: {k: v for r in records for k, v in r.gradients[step].items()} for step in records[0].gradients}
-    return dataclasses.replace(records[0], gradients=gradients)
 
 
 @pytest.mark.parametrize(

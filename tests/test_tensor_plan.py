@@ -21,9 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dtcp
 from dtcp.models import build_model
-from parity import TOLERANCE, compare, record_run, scattered
+from parity import TOLERANCE, compare, job, record_run, scattered
 from recorder import Sent, count_collectives
-from test_tensor_parallel import job
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"config_or_name": "gpt_tiny", "max_seq_len": 64},

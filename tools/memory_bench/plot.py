@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-COLORS = {"TP": "#c44e52", "TP+SP": "#4c72b0", "CP": "#55a868"}
-MARKERS = {"TP": "s", "TP+SP": "o", "CP": "D"}
+COLORS = {"one rank": "#777777", "TP": "#c44e52", "TP+SP": "#4c72b0", "CP": "#55a868"}
+WIDTH = 0.27  # of a bar; degrees are 1 apart
 
 
 def draw_activations(records: list[dict[str, Any]], path: str) -> None:
-    """Write a PNG: a panel for each model, a line for each way, beside one rank's bytes divided by the ranks.
+    """Write a PNG: a panel for each model, bars for each degree, marked where one rank's bytes ÷ ranks would be.
 
     Raises:
         SystemExit: If matplotlib is missing.
@@ -19,27 +19,29 @@ def draw_activations(records: list[dict[str, Any]], path: str) -> None:
     except ImportError as error:
         raise SystemExit("--plot needs matplotlib; pip install -c constraints.txt -e '.[dev]' has it") from error
     models = list(dict.fromkeys(r["model"] for r in records))
-    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
+    figure = Figure(figsize=(4.5 * len(models), 3.8), dpi=100, layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-        of_model = [r for r in records if r["model"] == model]
-        one = of_model[0]
-        degrees = sorted({r["degree"] for r in of_model})
-        ideal = [one["bytes_per_token"] / 1024 / degree for degree in degrees]
-        axes.plot(degrees, ideal, color="#888888", linestyle="--", linewidth=1, label="one rank ÷ ranks", zorder=1)
-        for way, color in COLORS.items():
-            points = [one, *(r for r in of_model if r["way"] == way)]
-            axes.plot(
-                [r["degree"] for r in points], [r["bytes_per_token"] / 1024 for r in points],
-                color=color, marker=MARKERS[way], markersize=6, linewidth=1.6, alpha=0.85, label=way,
-            )  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(degrees, [str(degree) for degree in degrees])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("ranks")
-        axes.set_title(f"{model}, width {one['dim']}, {one['dtype']}", fontsize=11)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("kept for the backward by one layer on a rank,\nKiB per token of the sequence")
+        _draw_model(axes, model, [r for r in records if r["model"] == model])
+    figure.axes[0].set_ylabel("kept for the backward by one layer\non a rank, KiB per token")
     figure.axes[-1].legend(frameon=False)
     figure.savefig(path)
+
+
+def _draw_model(axes: Any, model: str, records: list[dict[str, Any]]) -> None:
+    one, degrees = records[0], sorted({r["degree"] for r in records})
+    for way, color in COLORS.items():
+        of_way = [r for r in records if r["way"] == way]
+        shift = 0.0 if way == "one rank" else WIDTH * (list(COLORS).index(way) - 2)
+        bars = axes.bar(
+            [degrees.index(r["degree"]) + shift for r in of_way], [r["bytes_per_token"] / 1024 for r in of_way],
+            WIDTH * 0.94, color=color, label=way,
+        )  # fmt: skip
+        axes.bar_label(bars, [f"{r['ratio']:.2f}" for r in of_way], fontsize=8, padding=2)
+    for x, degree in enumerate(degrees):
+        ideal, half = one["bytes_per_token"] / 1024 / degree, WIDTH * (0.65 if degree == 1 else 1.6)
+        label = "one rank ÷ ranks" if degree == 1 else None
+        axes.plot([x - half, x + half], [ideal, ideal], color="black", linestyle=":", linewidth=1.3, label=label)
+    axes.set_xticks(range(len(degrees)), [str(degree) for degree in degrees])
+    axes.set_xlabel("ranks")
+    axes.set_title(f"{model}, width {one['dim']}, {one['dtype']}", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
