@@ -45,6 +45,8 @@ CASES = [
         steps=4,
     ),
     Case("mesh.pp=2 mesh.dp_shard=2", 4, "InterleavedZeroBubble", "gpt", 4),
+    Case("mesh.pp=2 mesh.tp=2", 4, "InterleavedZeroBubble", "gpt", 4),
+    Case("mesh.pp=2 mesh.tp=2", 4, "ZBVZeroBubble", "llama", 4, ("model.tie_weights=false",)),
     Case("mesh.pp=2 mesh.tp=2", 4, "GPipe", "llama", 2, ("tensor_parallel.sequence_parallel=false",)),
     Case("mesh.pp=2 mesh.tp=2", 4, "1F1B", "gpt", 2, ("activation_checkpointing.mode=selective",)),
     Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, ("training.compile=true",)),

@@ -5,15 +5,16 @@ Per token of the whole sequence, after Korthikanti et al. 2022 (arXiv:2205.05198
 attention's weights, which fused attention never keeps; it keeps 4·a for the log-sum-exp. h is the width, f that of the
 feed-forward, k that of keys, a the heads, D the head dim, e the bytes of an element.
 
-    gpt      inputs of 2 norms and of the linear layers behind them 4·h·e, their statistics 16, 2 dropout masks 2·h;
+    gpt      inputs of 2 norms and of the linear layers behind them 4·h·e, statistics 4·e, 2 dropout masks 2·h;
              query, key, value, attention's output 4·h·e, 4·a, both sides of GELU 2·f·e
-    llama    inputs of 2 norms, what they divide, inputs of the linear layers behind 6·h·e, statistics 8;
+    llama    2 norms, each its input and that divided by its size, float32, 16·h, statistics 8, their outputs 2·h·e;
              query and attention's output 2·h·e, key and value 2·k·e, 4·a, the four of SwiGLU 4·f·e; cos and sin 4·D
 
 In half precision with f = 4·h the first is 34·h and what is small: the 34·s·b·h of the paper. (A fused RMSNorm would
-keep 2·h·e less, a fused SwiGLU f·e.) Tensor parallelism divides the second line by t, and the first only with sequence
-parallelism; cos and sin stay whole. Context parallelism divides everything. Grouped queries on a CPU: torch's own
-attention gives its output in an order that the next layer copies, h·e more than context parallel attention keeps.
+keep its input only, 2·h·e for 16·h, a fused SwiGLU f·e less.) Tensor parallelism divides the second line by t, and the
+first only with sequence parallelism; cos and sin stay whole. Context parallelism divides everything. With grouped
+queries on a CPU torch's own attention gives its output in an order that the next layer copies: h·e more than context
+parallel attention keeps.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ def kept_by_formula(layer: Layer) -> int:
     keys = wide // heads * layer.num_kv_heads
     attention = (2 * wide + 2 * keys) * element + 4 * heads
     if layer.model == "gpt":
-        between = 4 * wide * element + 16 + 2 * wide
+        between = (4 * wide + 4) * element + 2 * wide
         within, uncut = attention + 2 * layer.ffn_dim * element, 0
     else:
-        between = 6 * wide * element + 8
+        between = 16 * wide + 8 + 2 * wide * element
         copied = wide * element if layer.cp == 1 and heads != layer.num_kv_heads else 0
         within, uncut = attention + copied + 4 * layer.ffn_dim * element, 4 * wide // heads
     per_token = between / (layer.tp if layer.sequence_parallel else 1) + within / layer.tp + uncut

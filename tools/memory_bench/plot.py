@@ -36,7 +36,7 @@ def _draw_model(axes: Any, model: str, records: list[dict[str, Any]]) -> None:
             [degrees.index(r["degree"]) + shift for r in of_way], [r["bytes_per_token"] / 1024 for r in of_way],
             WIDTH * 0.94, color=color, label=way,
         )  # fmt: skip
-        axes.bar_label(bars, [f"{r['ratio']:.2f}" for r in of_way], fontsize=8, padding=2)
+        axes.bar_label(bars, [f"{r['ratio']:.2f}" for r in of_way], label_type="center", color="white", fontsize=8)
     for x, degree in enumerate(degrees):
         ideal, half = one["bytes_per_token"] / 1024 / degree, WIDTH * (0.65 if degree == 1 else 1.6)
         label = "one rank ÷ ranks" if degree == 1 else None
