@@ -65,7 +65,8 @@ def test_training_in_stages_equals_one_rank(ranks, case):
     overrides = [*base, *case.mesh.split(), f"pipeline.schedule={case.schedule}", "training.local_batch_size=1"]
     if "dp_" in case.mesh:
         overrides += ["training.global_batch_size=4"]
-    reference = ranks.run(1, record_run, base, scattered, (1, case.steps))[0]
+    of_model = [option for option in case.options if option.startswith("model.")]
+    reference = ranks.run(1, record_run, [*base, *of_model], scattered, (1, case.steps))[0]
     records = ranks.run(case.world, record_run, [*overrides, *case.options], scattered, (1, case.steps), timeout=200)
     for record in records:
         assert record.losses == records[0].losses

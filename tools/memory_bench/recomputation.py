@@ -2,7 +2,8 @@
 
 A forward of a layer is a third of its forward and backward, so recomputing all of it adds about a third, and of every
 second block about a sixth. Context parallelism on two ranks halves what a rank keeps, and recomputes nothing. One
-process with two threads (``--threads``) beside two ranks with one thread each: the same cores, the same sequence.
+process with two threads (``--threads``) beside two ranks with one thread each: the same cores, the same sequence. CPU
+seconds are those of all ranks and threads together: what is computed, also where something else delays it.
 """
 
 from __future__ import annotations
@@ -42,54 +43,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--layers", type=int, default=4, metavar="L", help="blocks (4)")
     add("--dim", type=int, default=256, metavar="D", help="256, with 4 heads and 2 key heads")
-    add("--tokens", type=int, default=4096, metavar="S", help="4096")
+    add("--tokens", type=int, default=2048, metavar="S", help="2048")
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A record for each way. Rounds in which every way has its turn: what else the machine does weighs on all."""
     sizes = {name: getattr(arguments, name) for name in ("layers", "dim", "tokens")}
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     kept: dict[str, int] = {}
     num_threads, ranks = arguments.threads or 2, Ranks()
     try:
         for _ in range(arguments.repeats):
             for name, (num_ranks, options) in WAYS.items():
                 found = ranks.run(num_ranks, take_steps, num_threads, sizes, options, timeout=600)
-                seconds[name].append(max(duration for duration, _ in found))
-                kept[name] = max(num_bytes for _, num_bytes in found)
+                seconds[name].append(max(duration for duration, _, _ in found))
+                cpu_seconds[name].append(sum(busy for _, busy, _ in found))
+                kept[name] = max(num_bytes for _, _, num_bytes in found)
     finally:
         ranks.close()
     first = next(iter(WAYS))
     ratios = {name: [a / b for a, b in zip(seconds[name], seconds[first], strict=True)] for name in WAYS}
+    busy = {name: [a / b for a, b in zip(cpu_seconds[name], cpu_seconds[first], strict=True)] for name in WAYS}
     return [
         {
-            "way": name, **sizes, "ranks": num_ranks, "threads_per_rank": num_threads // num_ranks,
-            "seconds": statistics.median(seconds[name]), "seconds_ratio": statistics.median(ratios[name]),
-            "seconds_ratio_least": min(ratios[name]), "seconds_ratio_most": max(ratios[name]),
-            "kept_bytes": kept[name], "kept_ratio": kept[name] / kept[first],
+            "way": name,
+            **sizes,
+            "ranks": num_ranks,
+            "threads_per_rank": num_threads // num_ranks,
+            "kept_bytes": kept[name],
+            "kept_ratio": kept[name] / kept[first],
+            "seconds": statistics.median(seconds[name]),
+            "seconds_ratio": statistics.median(ratios[name]),
+            "seconds_ratio_least": min(ratios[name]),
+            "seconds_ratio_most": max(ratios[name]),
+            "cpu_seconds": statistics.median(cpu_seconds[name]),
+            "cpu_seconds_ratio": statistics.median(busy[name]),
         }
         for name, (num_ranks, _) in WAYS.items()
-    ]  # fmt: skip
+    ]
 
 
 def take_steps(
     rank: int, world: int, num_threads: int, sizes: dict[str, int], options: dict[str, Any]
-) -> tuple[float, int]:
-    """Seconds of the faster of two steps after a first one, and bytes that this rank keeps between its halves."""
+) -> tuple[float, float, int]:
+    """Seconds and CPU seconds, the fewer of two steps after a first one, and bytes kept between a step's halves."""
     torch.set_num_threads(num_threads // world)
     forward = _make_forward(world, sizes, options)
     with peak_live_bytes() as live:
         loss = forward()
         kept = live.live
         loss.backward()
-    best = float("inf")
+    taken = []
     for _ in range(2):
         dist.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         forward().backward()
+        busy = time.process_time() - busy
         dist.barrier()
-        best = min(best, time.perf_counter() - start)
-    return best, kept
+        taken.append((time.perf_counter() - start, busy))
+    seconds, cpu_seconds = (min(of_steps) for of_steps in zip(*taken, strict=True))
+    return seconds, cpu_seconds, kept
 
 
 def _make_forward(world: int, sizes: dict[str, int], options: dict[str, Any]) -> Callable[[], torch.Tensor]:
@@ -114,12 +128,13 @@ def _make_forward(world: int, sizes: dict[str, int], options: dict[str, Any]) ->
 def print_tables(console: Console, records: list[dict[str, Any]]) -> None:
     sizes = records[0]
     table = Table(title=f"{sizes['layers']} blocks of llama, D {sizes['dim']}, {sizes['tokens']:,} tokens, float32")
-    for name in ("", "ranks × threads", "kept MiB on a rank", "ratio", "seconds", "ratio", "least … most"):
+    for name in ("", "ranks × threads", "MiB on a rank", "ratio", "seconds", "ratio", "least … most", "CPU ratio"):
         table.add_column(name, justify="right" if name else "left")
     for r in records:
         table.add_row(
             r["way"], f"{r['ranks']} × {r['threads_per_rank']}", f"{r['kept_bytes'] / MIB:,.1f}",
             f"{r['kept_ratio']:.2f}", f"{r['seconds']:.2f}", f"{r['seconds_ratio']:.2f}",
             f"{r['seconds_ratio_least']:.2f} … {r['seconds_ratio_most']:.2f}",
+            f"{r['cpu_seconds_ratio']:.2f}",
         )  # fmt: skip
     console.print(table)
