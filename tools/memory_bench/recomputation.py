@@ -130,7 +130,8 @@ def _make_forward(world: int, sizes: dict[str, int], options: dict[str, Any]) ->
 def print_tables(console: Console, records: list[dict[str, Any]]) -> None:
     sizes = records[0]
     table = Table(title=f"{sizes['layers']} blocks of llama, D {sizes['dim']}, {sizes['tokens']:,} tokens, float32")
-    for name in ("recomputed", "ranks × threads", "MiB on a rank", "ratio", "seconds", "ratio", "least … most", "CPU ratio"):
+    columns = ("recomputed", "ranks × threads", "MiB on a rank", "ratio", "seconds", "ratio", "least … most")
+    for name in (*columns, "CPU ratio"):
         table.add_column(name, justify="left" if name == "recomputed" else "right")
     for r in records:
         table.add_row(
