@@ -133,10 +133,28 @@ def test_recomputation_beside_context_parallelism(capsys):
     assert "full, every 2nd" in capsys.readouterr().out
 
 
-def test_the_plot_is_a_picture(capsys, tmp_path):
+def test_the_plot_has_a_bar_for_each_way(tmp_path):
     pytest.importorskip("matplotlib")
+    from memory_bench.activations import kept_by_formula, make_layers
+    from memory_bench.plot import draw_activations
+
+    arguments = bench_memory.make_parser().parse_args(["activations"])
+    records = []
+    for layer in make_layers(arguments):
+        kept, way = kept_by_formula(layer), layer.way if layer.num_ranks > 1 else "one rank"
+        record = {"model": layer.model, "dim": layer.dim, "dtype": layer.dtype, "way": way, "degree": layer.num_ranks}
+        records.append({**record, "bytes_per_token": kept / layer.seq_len, "ratio": 0.5})
     path = tmp_path / "kept.png"
-    measured(capsys, "activations", *ONE_LAYER, "--degrees", "2", "--plot", str(path))
+    figure = draw_activations(records, str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert bench_memory.main(["activations", *ONE_LAYER[:-1], "--degrees", "2"]) == 0
-    assert "one layer of llama" in capsys.readouterr().out
+    for axes, model in zip(figure.axes, ("gpt", "llama"), strict=True):
+        heights = sorted(bar.get_height() * 1024 for bar in axes.patches)
+        assert heights == pytest.approx(sorted(r["bytes_per_token"] for r in records if r["model"] == model))
+
+
+def test_without_matplotlib_the_plot_is_refused(monkeypatch):
+    from memory_bench.plot import draw_activations
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"--plot needs matplotlib; pip install -c constraints.txt"):
+        draw_activations([], "kept.png")

@@ -8,8 +8,8 @@ COLORS = {"one rank": "#777777", "TP": "#c44e52", "TP+SP": "#4c72b0", "CP": "#55
 WIDTH = 0.27  # of a bar; degrees are 1 apart
 
 
-def draw_activations(records: list[dict[str, Any]], path: str) -> None:
-    """Write a PNG: a panel for each model, bars for each degree, marked where one rank's bytes ÷ ranks would be.
+def draw_activations(records: list[dict[str, Any]], path: str) -> Any:
+    """Write a PNG and return its figure: a panel for each model, bars for each degree, marked where one rank's bytes ÷ ranks would be.
 
     Raises:
         SystemExit: If matplotlib is missing.
@@ -25,6 +25,7 @@ def draw_activations(records: list[dict[str, Any]], path: str) -> None:
     figure.axes[0].set_ylabel("kept for the backward by one layer\non a rank, KiB per token")
     figure.axes[-1].legend(frameon=False)
     figure.savefig(path)
+    return figure
 
 
 def _draw_model(axes: Any, model: str, records: list[dict[str, Any]]) -> None:
