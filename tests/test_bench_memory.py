@@ -68,7 +68,8 @@ def measured(capsys, *arguments: str) -> list[dict]:
         pytest.param("bfloat16", [2, 4], marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_keeps_what_the_formula_says(capsys, dtype, degrees):
+def test_a_layer_keeps_what_the_formula_says(capsys, monkeypatch, borrowed_ranks, dtype, degrees):
+    monkeypatch.setattr("memory_bench.activations.Ranks", borrowed_ranks)
     records = measured(capsys, "activations", *ONE_LAYER, "--dtype", dtype, "--degrees", *map(str, degrees))
     assert {(r["way"], r["degree"]) for r in records} == {
         ("one rank", 1), *((way, degree) for way in ("TP", "TP+SP", "CP") for degree in degrees)
@@ -107,7 +108,8 @@ def check_alive(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_layer_sends_what_the_formula_says(capsys, degree):
+def test_a_layer_sends_what_the_formula_says(capsys, monkeypatch, borrowed_ranks, degree):
+    monkeypatch.setattr("memory_bench.collectives.Ranks", borrowed_ranks)
     records = measured(capsys, "collectives", *ONE_LAYER, "--degrees", str(degree))
     assert len(records) == 2 * 2 * 2
     for record in records:

@@ -57,7 +57,8 @@ def test_the_rows_are_those_of_the_table():
     assert Row("dp_replicate2 cp2 tp2+SP", "gpt").degrees == {"dp_replicate": 2, "cp": 2, "tp": 2}
 
 
-def test_the_tool_prints_and_writes_its_rows(capsys, tmp_path):
+def test_the_tool_prints_and_writes_its_rows(capsys, monkeypatch, borrowed_ranks, tmp_path):
+    monkeypatch.setattr(parity_table, "Ranks", borrowed_ranks)
     path = tmp_path / "rows.json"
     assert parity_table.main(["--only", "tp2", "--models", "gpt", "--steps", "2", "--json", str(path)]) == 0
     (record,) = json.loads(path.read_text())

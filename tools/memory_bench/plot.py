@@ -9,7 +9,9 @@ WIDTH = 0.27  # of a bar; degrees are 1 apart
 
 
 def draw_activations(records: list[dict[str, Any]], path: str) -> Any:
-    """Write a PNG and return its figure: a panel for each model, bars for each degree, marked where one rank's bytes ÷ ranks would be.
+    """Write a PNG and return its figure: a panel for each model, bars for each degree and way.
+
+    Marks say where one rank's bytes divided by the number of ranks would be.
 
     Raises:
         SystemExit: If matplotlib is missing.
