@@ -104,6 +104,25 @@ def test_each_way_gathers_once_and_what_is_not_needed_is_not_sent(ranks):
     assert of_weights == ["all_gather"]
 
 
+def gathers_of_a_step(rank: int, world: int, options: dict[str, Any]) -> int:
+    _, cut, _, part = make(world)
+    model = nn.Module()
+    model.layers = nn.ModuleList([cut])
+    dtcp.apply_activation_checkpointing(model, **options)
+    with count_collectives(world) as sent:
+        loss_of(model.layers[0](part * 1)).backward()
+    return sum(exchange.kind == "all_gather" for exchange in sent)
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers"),
+    [({"mode": "none"}, 2), ({"mode": "full"}, 3), ({"mode": "selective", "save_matmuls": True}, 2)],
+    ids=["none", "full", "save_matmuls"],
+)
+def test_recomputation_gathers_once_more_unless_products_are_saved(ranks, options, gathers):
+    assert ranks.run(2, gathers_of_a_step, options) == [gathers] * 2
+
+
 def kept_shapes(rank: int, world: int, compiled: bool) -> set[tuple[int, ...]]:
     _, cut, _, part = make(world)
     if compiled:
