@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
     from dtcp.parallelize.pipeline import Pipeline
-    from dtcp.parallelize.styles import ReplicatedParameters, VocabularyParallelEmbedding
+    from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
     from dtcp.parallelize.tensor import apply_tensor_parallel, tensor_parallel_plan
 
 # Public name -> module that defines it. Loaded on first use, so that `import dtcp` stays light
@@ -47,6 +47,7 @@ _HOME = {
     "ReplicatedParameters": "dtcp.parallelize.styles",
     "SequenceLayout": "dtcp.layout",
     "SequenceParallelDropout": "dtcp.parallelize.dropout",
+    "SharedInputColumns": "dtcp.parallelize.styles",
     "Tile": "dtcp.layout",
     "VocabularyParallelEmbedding": "dtcp.parallelize.styles",
     "apply_activation_checkpointing": "dtcp.parallelize.checkpointing",
@@ -81,6 +82,7 @@ __all__ = [
     "ReplicatedParameters",
     "SequenceLayout",
     "SequenceParallelDropout",
+    "SharedInputColumns",
     "Tile",
     "VocabularyParallelEmbedding",
     "__version__",

@@ -1,6 +1,7 @@
 """Fixtures and options for all tests: the pool of ranks, and ``--slow``."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -42,3 +43,16 @@ def ranks() -> Iterator[Ranks]:
     pools = Ranks()
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def borrowed_ranks(ranks: Ranks) -> type[Any]:
+    """In place of ``Ranks`` in a tool: the pools of the tests, which stay up when the tool closes its own."""
+
+    class Borrowed:
+        run = staticmethod(ranks.run)
+
+        def close(self) -> None:
+            pass
+
+    return Borrowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,11 +57,18 @@ def peak_live_bytes() -> Iterator[_Tracker]:
 
 def peak_allocated_bytes(run: Callable[[], Any]) -> int:
     """Return the peak of what torch's CPU allocator hands out during ``run``, also inside custom ops."""
+    return max(_allocated_bytes(run)[0])
+
+
+def kept_allocated_bytes(run: Callable[[], Any]) -> int:
+    """Return how much more than before torch's CPU allocator has handed out after ``run``, whose result lives on."""
+    return _allocated_bytes(run)[0][-1]
+
+
+def _allocated_bytes(run: Callable[[], Any]) -> tuple[list[int], Any]:
+    """Live bytes after each change, beginning with 0; and the result."""
     with profile(profile_memory=True) as profiler:
-        run()
+        result = run()
     changes = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    changes.sort(key=lambda event: event.start_ns())
+    return list(itertools.accumulate((event.nbytes() for event in changes), initial=0)), result

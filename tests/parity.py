@@ -4,6 +4,7 @@ Tolerances are those of the design: the loss and the gradient norm to 1e-5, rela
 ``1e-5 |reference| + 1e-8 global norm`` (a key bias has gradient 0 up to noise).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,15 @@ PEAKED = "model.qk_init_scale=8"
 # that: 4e-7 in step 1 becomes 5e-5 in step 2 on four ranks, 7e-6 on one rank with microbatches.
 DROPOUT = ("model.dropout=0.1", "optimizer.eps=1e-5")
 
+# A head for each of four ranks, and keys shared by two query heads; the vocabulary of 257 ids never divides evenly.
+MODELS = {
+    "gpt": ("model.vocab_size=257", *DROPOUT),
+    "gpt_untied": ("model.vocab_size=257", "model.tie_weights=false"),
+    "llama": ("model.vocab_size=257", "model.num_heads=8", "model.num_kv_heads=4"),
+    "llama_tied": ("model.tie_weights=true", "model.num_heads=8", "model.num_kv_heads=4"),
+}
+STEPS = 10
+
 Ignored = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,6 +58,12 @@ def scattered(rows: Tensor, positions: Tensor) -> Tensor:
 def tail(rows: Tensor, positions: Tensor) -> Tensor:
     """Everything from position 48 on: all of cp rank 1 of 2 in the contiguous layout, 2 and 3 of 4."""
     return (positions >= 48) & (rows >= 0)
+
+
+def job(model: str, seq_len: int, steps: int = STEPS) -> list[str]:
+    """Overrides of a job that trains one of ``MODELS``, with peaked attention."""
+    sizes = [*TINY[model.split("_")[0]], *MODELS[model]]
+    return [*sizes, *JOB, PEAKED, f"training.seq_len={seq_len}", f"training.steps={steps}"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,12 @@ def record_run(
     trainer = RecordingTrainer(overrides, ignored, record_steps)
     history = list(trainer.steps())
     return Record([m.loss for m in history], [m.grad_norm for m in history], trainer.gradients)
+
+
+def merge(records: list[Record]) -> Record:
+    """All stages' gradients in one record; ranks that hold a parameter too have the same."""
+    gradients = {step: {k: v for r in records for k, v in r.gradients[step].items()} for step in records[0].gradients}
+    return dataclasses.replace(records[0], gradients=gradients)
 
 
 @dataclass(frozen=True)

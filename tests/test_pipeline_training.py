@@ -6,9 +6,7 @@ import dataclasses
 
 import pytest
 
-from parity import DROPOUT, JOB, PEAKED, TINY, Record, compare, record_run, scattered
-
-STEPS = 10
+from parity import DROPOUT, JOB, PEAKED, STEPS, TINY, compare, merge, record_run, scattered
 
 
 def job(model: str, num_layers: int, steps: int = STEPS) -> list[str]:
@@ -47,6 +45,8 @@ CASES = [
         steps=4,
     ),
     Case("mesh.pp=2 mesh.dp_shard=2", 4, "InterleavedZeroBubble", "gpt", 4),
+    Case("mesh.pp=2 mesh.tp=2", 4, "InterleavedZeroBubble", "gpt", 4),
+    Case("mesh.pp=2 mesh.tp=2", 4, "ZBVZeroBubble", "llama", 4, ("model.tie_weights=false",)),
     Case("mesh.pp=2 mesh.tp=2", 4, "GPipe", "llama", 2, ("tensor_parallel.sequence_parallel=false",)),
     Case("mesh.pp=2 mesh.tp=2", 4, "1F1B", "gpt", 2, ("activation_checkpointing.mode=selective",)),
     Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, ("training.compile=true",)),
@@ -57,12 +57,6 @@ CASES = [
 IN_QUICK_RUN = CASES[:3]
 
 
-def merge(records: list[Record]) -> Record:
-    """All stages' gradients in one record; ranks that hold a parameter too have the same."""
-    gradients = {step: {k: v for r in records for k, v in r.gradients[step].items()} for step in records[0].gradients}
-    return dataclasses.replace(records[0], gradients=gradients)
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_QUICK_RUN)) for case in CASES], ids=str
 )
@@ -71,7 +65,8 @@ def test_training_in_stages_equals_one_rank(ranks, case):
     overrides = [*base, *case.mesh.split(), f"pipeline.schedule={case.schedule}", "training.local_batch_size=1"]
     if "dp_" in case.mesh:
         overrides += ["training.global_batch_size=4"]
-    reference = ranks.run(1, record_run, base, scattered, (1, case.steps))[0]
+    of_model = [option for option in case.options if option.startswith("model.")]
+    reference = ranks.run(1, record_run, [*base, *of_model], scattered, (1, case.steps))[0]
     records = ranks.run(case.world, record_run, [*overrides, *case.options], scattered, (1, case.steps), timeout=200)
     for record in records:
         assert record.losses == records[0].losses

@@ -11,19 +11,11 @@ from dtcp.train.config import compose_job_config
 from dtcp.train.nonfinite import NonFiniteError
 from dtcp.train.session import JobError
 from dtcp.train.trainer import Trainer
-from parity import DROPOUT, JOB, PEAKED, TINY, Ignored, Record, compare, nothing, record_run, scattered, tail
+from parity import STEPS, Ignored, Record, compare, job, nothing, record_run, scattered, tail
 from ranks import Ranks
 
-STEPS = 10
 PLAIN = "tensor_parallel.sequence_parallel=false"
 COMPILED = "training.compile=true"
-# A head for each of four ranks, and keys shared by two query heads; the vocabulary of 257 ids never divides evenly.
-MODELS = {
-    "gpt": ("model.vocab_size=257", *DROPOUT),
-    "gpt_untied": ("model.vocab_size=257", "model.tie_weights=false"),
-    "llama": ("model.vocab_size=257", "model.num_heads=8", "model.num_kv_heads=4"),
-    "llama_tied": ("model.tie_weights=true", "model.num_heads=8", "model.num_kv_heads=4"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +32,6 @@ class Case:
     def __str__(self) -> str:
         names = [self.model, self.mesh.replace("mesh.", "").replace(" ", ","), *self.options, self.ignored.__name__]
         return "-".join([*names, str(self.seq_len)])
-
-
-def job(model: str, seq_len: int, steps: int = STEPS) -> list[str]:
-    sizes = [*TINY[model.split("_")[0]], *MODELS[model]]
-    return [*sizes, *JOB, PEAKED, f"training.seq_len={seq_len}", f"training.steps={steps}"]
 
 
 def attend(strategy: str, layout: str) -> tuple[str, ...]:

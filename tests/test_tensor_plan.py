@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtcp
 from dtcp.models import build_model
-from parity import TOLERANCE, compare, record_run, scattered
-from test_tensor_parallel import job
+from parity import TOLERANCE, compare, job, record_run, scattered
+from recorder import Sent, count_collectives
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"config_or_name": "gpt_tiny", "max_seq_len": 64},
@@ -271,46 +270,29 @@ def test_the_norm_counts_each_element_once_over_several_meshes(ranks):
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 
 
-# What a rank sends of the input of a collective over p ranks.
-PARTS: dict[str, Any] = {
-    "all_reduce": lambda p: 2 * (p - 1) / p,
-    "reduce_scatter_tensor": lambda p: (p - 1) / p,
-    "all_gather_into_tensor": lambda p: p - 1,
-}
-
-
-class SentBytes(TorchDispatchMode):
-    """Bytes that a rank sends, by kind of collective; those of tensors with one dim apart."""
-
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__()
-        self.num_ranks = num_ranks
-        self.sent: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split("::")[1].split(".")[0]
-        if name in PARTS and "c10d_functional" in func.name():
-            num_bytes = args[0].numel() * args[0].element_size() * PARTS[name](self.num_ranks)
-            self.sent[name if args[0].ndim > 1 else "gradients of norms"] += round(num_bytes)
-        return func(*args, **(kwargs or {}))
-
-
 def count_sent(rank: int, world: int, kind: str, sequence_parallel: bool, num_layers: int) -> list[Counter[str]]:
     dims, model = make_dims(tp=world), make_model(kind, num_layers=num_layers)
     dtcp.apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel)
     tokens, labels = make_batch(24)
-    with SentBytes(world) as forward:
+    with count_collectives(world) as forward:
         loss = dtcp.token_loss(model(tokens), labels)
-    with SentBytes(world) as backward:
+    with count_collectives(world) as backward:
         loss.backward()
-    return [forward.sent, backward.sent]
+    return [by_kind(forward), by_kind(backward)]
+
+
+def by_kind(sent: list[Sent]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for exchange in sent:
+        total[exchange.kind] += exchange.num_bytes
+    return total
 
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "gpt"), pytest.param(4, "llama", marks=pytest.mark.slow)])
 def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(ranks, world, kind):
-    """Of a layer, the second of two: 4 (t-1)/t·s·b·h·e forward and as many backward, with and without.
+    """Of a layer, the second of two: 4 (t-1)/t·s·b·h·e forward, with and without; backward as many without, 6 with.
 
-    Backward, a scheme that gathers inputs anew instead of keeping them whole would send 6.
+    The gathers again of the inputs of attention and feed-forward are what it costs not to keep them whole.
     """
 
     def of_a_layer(sequence_parallel: bool) -> list[Counter[str]]:
@@ -321,10 +303,10 @@ def test_sequence_parallelism_sends_the_bytes_of_tensor_parallelism(ranks, world
     for sent in of_a_layer(sequence_parallel=False):
         assert sent == {"all_reduce": 4 * unit}
     forward, backward = of_a_layer(sequence_parallel=True)
-    assert forward == {"all_gather_into_tensor": 2 * unit, "reduce_scatter_tensor": 2 * unit}
+    assert forward == {"all_gather": 2 * unit, "reduce_scatter": 2 * unit}
     num_whole = {"gpt": 4, "llama": 2}[kind]  # of the two norms; biases of row-parallel layers see all positions
     small = num_whole * round(COMMON["dim"] * 4 * 2 * (world - 1) / world)
-    assert backward == forward | {"gradients of norms": small}
+    assert backward == {"all_gather": 4 * unit, "reduce_scatter": 2 * unit, "vectors": small}
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------
@@ -439,7 +421,11 @@ def refuse_more(rank: int, world: int) -> None:
         dtcp.apply_tensor_parallel(model, dims)
     with pytest.raises(ValueError, match=r"evenly over tp=2, got 7; pad them: dtcp.make_layout\(..., multiple_of=2\)"):
         model(torch.zeros(1, 7, dtype=torch.int64))
-    assert list(dtcp.tensor_parallel_plan(model, sequence_parallel=False)) == list(dtcp.tensor_parallel_plan(model))
+    with_sequence, without = (dtcp.tensor_parallel_plan(model, sequence_parallel=on) for on in (True, False))
+    assert set(without) - set(with_sequence) == {  # which layers share an input is one entry
+        *(f"layers.*.attention.{name}" for name in ("query", "key", "value")),
+        *(f"layers.*.feed_forward.{name}" for name in ("gate", "up")),
+    }
     style = dtcp.ReplicatedParameters(input_layout=Replicate(), desired_input_layout=Shard(-1))
     table = parallelize_module(nn.Embedding(8, 4), dims.view("tp"), style)
     with pytest.raises(ValueError, match="evenly over tp=2, got 3"):

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""What training keeps in memory: peaks of live bytes, beside the seconds that they cost.
+"""What training keeps in memory, what that costs in seconds, and what it sends.
 
     tools/bench_memory.py loss                       full logits against chunks, at a Llama 3 vocabulary; about 6 GiB
     tools/bench_memory.py blocks                     what blocks keep for their backward, by mode of checkpointing
+    tools/bench_memory.py activations --plot a.png   what one layer keeps on a rank under TP, TP+SP, CP, beside formulas
+    tools/bench_memory.py collectives                what one layer sends under TP and TP+SP, beside formulas
+    tools/bench_memory.py recomputation              seconds of a step: recomputation against context parallelism
     tools/bench_memory.py loss --json                the same as records
 
-Bytes are those of all tensors alive at a time that a step allocates, counted op by op, so they are the same on every
-machine; seconds are medians of this machine, the ways in turn, and ratios those of this run. Needs this checkout.
-Each measurement is a module of ``memory_bench`` with ``HELP``, ``add_arguments``, ``measure`` and ``print_tables``.
+Bytes are counted tensor by tensor, so they are the same on every machine; seconds are medians of this machine, the ways
+in turn, and ratios those of this run. Needs this checkout. Each measurement is a module of ``memory_bench`` with
+``HELP``, ``IS_TIMED``, ``add_arguments``, ``measure`` and ``print_tables``.
 """
 
 from __future__ import annotations
@@ -24,9 +27,15 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from memory_bench import blocks, loss
+from memory_bench import activations, blocks, collectives, loss, recomputation
 
-MEASUREMENTS: dict[str, ModuleType] = {"loss": loss, "blocks": blocks}
+MEASUREMENTS: dict[str, ModuleType] = {
+    "loss": loss,
+    "blocks": blocks,
+    "activations": activations,
+    "collectives": collectives,
+    "recomputation": recomputation,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,15 +45,16 @@ def make_parser() -> argparse.ArgumentParser:
     for name, module in MEASUREMENTS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         module.add_arguments(command)
-        command.add_argument("--repeats", type=_positive, default=3, metavar="R", help="timed steps of each way (3)")
-        command.add_argument("--threads", type=_positive, metavar="N", help="of torch (its own choice)")
+        if module.IS_TIMED:
+            command.add_argument("--repeats", type=_positive, default=3, metavar="R", help="timed steps of each (3)")
+            command.add_argument("--threads", type=_positive, metavar="N", help="of torch (its own choice)")
         command.add_argument("--json", action="store_true", help="records to stdout, and no tables")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
-    if arguments.threads:
+    if getattr(arguments, "threads", None):
         torch.set_num_threads(arguments.threads)
     module = MEASUREMENTS[arguments.measurement]
     with Console(stderr=True).status(arguments.measurement):

@@ -19,7 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import dtcp.attention.ops  # noqa: F401  # defines attention_forward
+import dtcp.attention.ops  # defines attention_forward
+import dtcp.parallelize.columns_op  # noqa: F401  # defines gathered_linears
 from dtcp.dtensor import is_dtensor
 from dtcp.parallelize.blocks import named_blocks
 
@@ -35,7 +36,12 @@ ATTENTION_OPS = (
 )
 """What ``selective`` saves the results of: the costliest ops of a long sequence, and small results."""
 
-MATMUL_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+MATMUL_OPS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.dtcp.gathered_linears.default,
+)
 """What ``selective`` saves too with ``save_matmuls``: linear layers."""
 
 

@@ -1,16 +1,21 @@
-"""Parallel styles beside torch's own: parameters that stay whole, and an embedding whose vocabulary is cut.
+"""Parallel styles beside torch's own: parameters that stay whole, linear layers of one cut input, and an embedding.
 
 Shapes: B batch, S positions that the tp ranks share, T = tp ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtcp.dtensor import local_part
+from dtcp.parallelize.columns_op import forward_op as gathered_linears
 
 
 class ReplicatedParameters(ParallelStyle):
@@ -66,6 +71,71 @@ class ReplicatedParameters(ParallelStyle):
             f"ReplicatedParameters(input_layout={self.input_layout}, desired_input_layout={self.desired_input_layout}, "
             f"use_local_output={self.use_local_output})"
         )
+
+
+class SharedInputColumns(ParallelStyle):
+    """Cut linear layers that a module calls on its first input by columns; of the input each rank holds its positions.
+
+    ``{"layers.*.attention": SharedInputColumns("query", "key", "value")}`` in place of an all-gather of the module's
+    input and a ``ColwiseParallel`` of each layer. The input (B, S/T, D) is gathered once for all of them in the
+    forward, and once in the backward (Note [Gathered again in the backward]): what is kept is the part. Their outputs
+    are plain (B, S, F/T). The module may use its first input for nothing else.
+
+    Args:
+        *names: Of the layers in the module; its forward calls each of them on its input.
+    """
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        if not names:
+            raise ValueError("SharedInputColumns needs the names of the linear layers; SharedInputColumns('up')")
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for index, name in enumerate(self.names):
+            layer = module.get_submodule(name)
+            if type(layer) is not nn.Linear:
+                raise ValueError(
+                    f"SharedInputColumns is for nn.Linear, got {type(layer).__name__} as {name} of "
+                    f"{type(module).__name__}; gather the input with PrepareModuleInput and cut it by its own style"
+                )
+            for kind, parameter in list(layer.named_parameters()):
+                cut = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+                layer.register_parameter(kind, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            layer.__class__, layer._index = _Column, index  # type: ignore[assignment]
+        # What a deep copy of the module has to take from itself comes as an argument.
+        module.register_forward_pre_hook(functools.partial(_multiply, names=self.names, mesh=device_mesh))
+        return module
+
+    def __repr__(self) -> str:
+        return f"SharedInputColumns({', '.join(map(repr, self.names))})"
+
+
+class _Column(nn.Linear):
+    """One of the layers: gives what has been computed for it."""
+
+    _index: int
+
+    def forward(self, outputs: Any) -> Tensor:
+        """Its own of the ``outputs`` that the module around got in place of its input."""
+        if not isinstance(outputs, tuple):
+            raise ValueError(
+                "a layer of SharedInputColumns needs the first input of the module around it as it is, got "
+                f"{type(outputs).__name__}; use ColwiseParallel for a layer that is called on something else"
+            )
+        return outputs[self._index]
+
+
+def _multiply(module: nn.Module, inputs: tuple[Any, ...], names: tuple[str, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    x = inputs[0].redistribute(placements=[Shard(1)]).to_local() if isinstance(inputs[0], DTensor) else inputs[0]
+    layers = cast(list[nn.Linear], [module.get_submodule(name) for name in names])
+    weights = [local_part(layer.weight) for layer in layers]
+    biases = [local_part(layer.bias) for layer in layers if layer.bias is not None]
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # a custom op is none of its concern
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights, biases = x.to(dtype), [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
+    has_bias = [layer.bias is not None for layer in layers]
+    return tuple(gathered_linears(x, weights, biases, has_bias, mesh.get_group().group_name, mesh.size())), *inputs[1:]
 
 
 class VocabularyParallelEmbedding(ParallelStyle):

@@ -31,7 +31,7 @@ from dtcp.models import GPT, Llama
 from dtcp.models.head import TiedHead
 from dtcp.models.titan_config import is_titan_llama3
 from dtcp.parallelize.dropout import SequenceParallelDropout
-from dtcp.parallelize.styles import ReplicatedParameters, VocabularyParallelEmbedding
+from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
 from dtcp.parallelize.unmatched import refuse_unmatched_keys
 
 Plan = dict[str, ParallelStyle]
@@ -72,22 +72,15 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     more = () if isinstance(model, GPT) else (None,)
     plan |= {
         "layers.*.attention_norm": norm,
-        # One all-gather for all that the input goes to, and so one reduction of the gradient.
-        "layers.*.attention": _enter(stream, *more),
-        "layers.*.attention.query": ColwiseParallel(),
-        "layers.*.attention.key": ColwiseParallel(),
-        "layers.*.attention.value": ColwiseParallel(),
+        **_columns("layers.*.attention", ("query", "key", "value"), sequence_parallel, *more),
         "layers.*.attention.output": RowwiseParallel(output_layouts=stream),
         "layers.*.feed_forward_norm": norm,
-        "layers.*.feed_forward": _enter(stream),
-        "layers.*.feed_forward.up": ColwiseParallel(),
+        **_columns("layers.*.feed_forward", ("up",) if isinstance(model, GPT) else ("gate", "up"), sequence_parallel),
         "layers.*.feed_forward.down": RowwiseParallel(output_layouts=stream),
         "final_norm": norm,
         "head": _head(model.head, stream, loss_parallel),
     }
-    if isinstance(model, Llama):
-        plan["layers.*.feed_forward.gate"] = ColwiseParallel()
-    elif sequence_parallel:  # else every rank drops elements of all positions, the same ones
+    if isinstance(model, GPT) and sequence_parallel:  # else every rank drops elements of all positions, the same ones
         names = ("embedding_dropout", "layers.*.attention_residual_dropout", "layers.*.feed_forward_residual_dropout")
         plan |= {name: SequenceParallelDropout() for name in names}
     return plan
@@ -126,9 +119,16 @@ def apply_tensor_parallel(
     _complete_gradients(model)
 
 
-def _enter(stream: Placement, *more: None) -> PrepareModuleInput:
-    """Make the first input whole on every rank, as a DTensor; the rest, if any, stays as it is."""
-    return PrepareModuleInput(input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more))
+def _columns(module: str, names: tuple[str, ...], sequence_parallel: bool, *more: None) -> Plan:
+    """Cut the layers called ``names``, which share the first input of ``module``; the rest, if any, stays as it is.
+
+    One all-gather, or none, for all that the input goes to, and so one reduction of the gradient.
+    """
+    if sequence_parallel:
+        return {module: SharedInputColumns(*names)}
+    whole = (Replicate(), *more)
+    entry: Plan = {module: PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)}
+    return entry | {f"{module}.{name}": ColwiseParallel() for name in names}
 
 
 def _titan_plan(model: Any, stream: Placement, loss_parallel: bool) -> Plan:

@@ -17,6 +17,7 @@ from live_bytes import peak_live_bytes
 from memory_bench.steps import MIB, measure_steps
 
 HELP = "activation checkpointing: none, full, selective, every second block"
+IS_TIMED = True
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "selective, matmuls saved": {"mode": "selective", "save_matmuls": True},

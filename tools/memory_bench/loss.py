@@ -16,6 +16,7 @@ import dtcp
 from memory_bench.steps import MIB, measure_steps
 
 HELP = "full logits against linear_token_loss"
+IS_TIMED = True
 TORCHS_OWN = "torch linear_cross_entropy"
 
 
