@@ -126,13 +126,20 @@ def _columns(module: str, names: tuple[str, ...], sequence_parallel: bool, *more
     """
     if sequence_parallel:
         return {module: SharedInputColumns(*names)}
-    whole = (Replicate(), *more)
-    entry: Plan = {module: PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)}
+    entry: Plan = {module: _enter(Replicate(), *more)}
     return entry | {f"{module}.{name}": ColwiseParallel() for name in names}
 
 
+def _enter(stream: Placement, *more: None) -> PrepareModuleInput:
+    """Make the first input whole on every rank, as a DTensor; the rest, if any, stays as it is."""
+    return PrepareModuleInput(input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more))
+
+
 def _titan_plan(model: Any, stream: Placement, loss_parallel: bool) -> Plan:
-    """The same by torchtitan's names. Fused rows are key heads with their queries and values, so a cut keeps these."""
+    """The same by torchtitan's names. Fused rows are key heads with their queries and values, so a cut keeps these.
+
+    Its modules read the shape of their input, so that stays a tensor: gathered once, and kept whole.
+    """
     norm = ReplicatedParameters(input_layout=stream)
     projections = [name for name, _ in next(iter(model.layers.values())).attention.qkv_linear.named_children()]
     return {
