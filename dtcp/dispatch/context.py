@@ -84,7 +84,8 @@ def context_parallel(
     recomputation in a later backward too. A backward may run inside or after the block.
 
     Args:
-        mesh: 1-D mesh of the cp axis. With one rank nothing is cut and attention is torch's own.
+        mesh: 1-D mesh of the cp axis. With one rank nothing is cut and attention is torch's own,
+            unless ``multiple_of`` asks for pads.
         buffers: Tensors, equal on every cp rank, whose contents become this rank's part inside the block: a list of
             tensors, nested containers or TensorDicts. They get memory of their own; theirs is put back at the end,
             also after an exception, and never written to. What autograd saves inside keeps the local contents; what
@@ -191,7 +192,7 @@ def _cut_buffers(
         containers += _tensordicts(buffer, dim, layout)
     kept = list(kept)
     _check_kept(kept, set(tensors), containers)
-    if layout.cp == 1:
+    if is_plain(layout, layout):  # not for one rank that pads for sequence parallelism
         return LocalBuffers([], [], [], outer)
     local = [(tensor, _cut(tensor, mesh, layout, dim, pad_value)) for tensor, dim, pad_value in tensors.values()]
     return LocalBuffers(local, kept, containers, outer)
