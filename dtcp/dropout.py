@@ -1,6 +1,6 @@
 """Dropout whose mask does not depend on the mesh: a pure function of seed, step, row, token, module and feature.
 
-Nothing is drawn. A *key* stands for a token: a 64-bit hash of the seed, the optimizer step, the row of the global
+Nothing is drawn. Attention weights are dropped by the same rule, over head, query and key. A *key* stands for a token: a 64-bit hash of the seed, the optimizer step, the row of the global
 batch and the token's position. Keys are computed once at the top of a model and go down to its `Dropout` modules as a
 tensor, so what holds a part of the tokens holds their keys, and what runs again (recomputation, a pipeline schedule)
 drops the same elements.
@@ -87,20 +87,47 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-class Dropout(nn.Module):
-    """``nn.Dropout`` that drops by the tokens' keys and its own name: the same elements on any mesh.
-
-    One module for each place in a model: called twice with equal keys it drops the same elements twice.
+def kept(mixed: Tensor, words: Tensor, p: float) -> Tensor:
+    """Return which elements stay, where each is named by a mixed int64 and an int32 word; the shapes broadcast.
 
     Args:
-        p: Probability of dropping an element, 0 to 1; resolved to 2⁻³¹.
-        name: Stands for this place in the model; the same on every rank. `name_dropouts` names all of a model's.
+        mixed: int64, every bit of it random.
+        words: int32, well mixed, see ``feature_words``.
+        p: Probability of dropping, below 1.
+    """
+    # The two halves, sign extended, so that the conversion is exact.
+    offset, factor = ((mixed << 32) >> 32).to(torch.int32), (mixed >> 32).to(torch.int32) | 1
+    word = torch.addcmul(offset, factor, words)
+    high = word >> 15
+    high &= 0x1FFFF
+    word ^= high
+    word *= -0x3D4D51CB
+    word &= 0x7FFFFFFF
+    return word >= min(round(p * 2**31), 2**31 - 1)
+
+
+def place_salt(name: str) -> int:
+    """Return what tells a place in a model from all others: an int64."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+
+
+# A name is a constant of a graph, and so is what is made of it.
+place_salt._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def keys_of_place(keys: Tensor, salt: int | Tensor) -> Tensor:
+    """Return the tokens' keys for one place in a model: unrelated to those of another."""
+    return _mix(keys ^ salt)
+
+
+class NamedPlace(nn.Module):
+    """A place in a model that drops with probability ``p``, and by its name what no other place does.
 
     Raises:
         ValueError: If ``p`` is no probability.
     """
 
-    def __init__(self, p: float = 0.5, *, name: str | None = None) -> None:
+    def __init__(self, p: float, *, name: str | None = None) -> None:
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f"p must be in [0, 1], got {p}")
@@ -116,17 +143,40 @@ class Dropout(nn.Module):
     def name(self, name: str | None) -> None:
         self._name = name
         self._is_named = name is not None  # what forward reads: a graph that reads the name is a graph of its own
-        digest = hashlib.sha256((name or "").encode()).digest()
         # A tensor: blocks that differ by an int would each be compiled. No buffer: `to_empty` would forget it.
-        self._salt = torch.tensor(int.from_bytes(digest[:8], "little", signed=True), dtype=torch.int64, device="cpu")
+        self._salt = torch.tensor(place_salt(name or ""), dtype=torch.int64, device="cpu")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dropout:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NamedPlace:
         super()._apply(fn, recurse)
         # Where the model goes, but never through `fn`, which may leave the contents behind.
         device = fn(torch.empty_like(self._salt)).device
         if device != self._salt.device and device.type != "meta":
             self._salt = self._salt.to(device)
         return self
+
+    def _check_named(self) -> None:
+        if not self._is_named:
+            raise ValueError(
+                f"a {type(self).__name__} that gets keys needs a name, or all would drop the same elements; call "
+                "dtcp.name_dropouts(model) once the model is built, or give it name=..."
+            )
+
+
+class Dropout(NamedPlace):
+    """``nn.Dropout`` that drops by the tokens' keys and its own name: the same elements on any mesh.
+
+    One module for each place in a model: called twice with equal keys it drops the same elements twice.
+
+    Args:
+        p: Probability of dropping an element, 0 to 1; resolved to 2⁻³¹.
+        name: Stands for this place in the model; the same on every rank. `name_dropouts` names all of a model's.
+
+    Raises:
+        ValueError: If ``p`` is no probability.
+    """
+
+    def __init__(self, p: float = 0.5, *, name: str | None = None) -> None:
+        super().__init__(p, name=name)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """Drop elements of ``x`` and divide the others by ``1 - p``; in eval mode return ``x``.
@@ -150,11 +200,8 @@ class Dropout(nn.Module):
             return x
         if keys is None:
             keys = draw_keys(x)
-        elif not self._is_named:
-            raise ValueError(
-                "a Dropout that gets keys needs a name, or all would drop the same elements; call "
-                "dtcp.name_dropouts(model) once the model is built, or pass Dropout(p, name=...)"
-            )
+        else:
+            self._check_named()
         if is_dtensor(x):
             return self._drop_shards(x, keys)
         keys = local_part(keys)
@@ -164,17 +211,8 @@ class Dropout(nn.Module):
     def _drop(self, x: Tensor, keys: Tensor, features: Tensor) -> Tensor:
         if self.p == 1:
             return torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, 0.0)
-        mixed = _mix(keys ^ self._salt)
-        # The two halves, sign extended, so that the conversion is exact.
-        offset, factor = ((mixed << 32) >> 32).to(torch.int32), (mixed >> 32).to(torch.int32) | 1
-        shape = (*keys.shape, *[1] * features.ndim)
-        word = torch.addcmul(offset.view(shape), factor.view(shape), features)
-        high = word >> 15
-        high &= 0x1FFFF
-        word ^= high
-        word *= -0x3D4D51CB
-        word &= 0x7FFFFFFF
-        keep = word >= min(round(self.p * 2**31), 2**31 - 1)
+        mixed = keys_of_place(keys, self._salt)
+        keep = kept(mixed.view(*keys.shape, *[1] * features.ndim), features, self.p)
         return torch.where(keep, x, 0.0) * (1 / (1 - self.p))
 
     def _drop_shards(self, x: Any, keys: Tensor) -> Tensor:
@@ -209,13 +247,50 @@ class Dropout(nn.Module):
         return f"p={self.p}, name={self._name!r}"
 
 
+class AttentionDropout(NamedPlace):
+    """What a module that attends is, to drop attention weights by the tokens' keys, its name, head and key position.
+
+    A base class: it holds ``p`` and the name, and says which keys a call of attention gets.
+
+    Attributes:
+        head_shard: Where heads are cut over ranks, which part of them this rank has; the parts are equal.
+    """
+
+    head_shard: int = 0
+
+    def call_keys(self, keys: Tensor | None, query: Tensor) -> Tensor | None:
+        """Return the keys of one call, int64 (B, S); None if nothing is dropped: in eval mode, and for ``p = 0``.
+
+        Args:
+            keys: `dropout_keys` of the tokens of ``query``. None, where this is the only rank: drawn.
+            query: (B, S, ...).
+
+        Raises:
+            ValueError: If in training ``keys`` do not fit, or are missing on several ranks, or the module has no name.
+        """
+        if not self.training or self.p == 0:
+            return None
+        if keys is None:
+            keys = draw_keys(query)
+        else:
+            self._check_named()
+        keys = local_part(keys)
+        _check_keys(keys, query)
+        return keys_of_place(keys, self._salt)
+
+
 def feature_words(shape: Sequence[int], device: torch.device) -> Tensor:
     """Return a well mixed int32 for each feature, of ``shape``; feature by feature the same for any number of them."""
-    word = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int64, device=device)
+    return index_words(torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device=device)).view(tuple(shape))
+
+
+def index_words(indices: Tensor) -> Tensor:
+    """Return a well mixed int32 for each index, int64 from 0 to 2³² - 2."""
+    word = indices + 1
     for factor in (0x45D9F3B7, 0x2C1B3C6D):  # below 2^31: products of 32-bit words stay below 2^63
         word = ((word ^ (word >> 16)) * factor) & _WORD
     word = word ^ (word >> 16)
-    return ((word << 32) >> 32).to(torch.int32).view(tuple(shape))
+    return ((word << 32) >> 32).to(torch.int32)
 
 
 def _check_keys(keys: Tensor, x: Tensor) -> None:
@@ -244,13 +319,13 @@ def draw_keys(x: Tensor) -> Tensor:
 
 
 def name_dropouts(model: nn.Module) -> None:
-    """Name every `Dropout` of ``model`` by its place in it, as ``named_modules`` has it.
+    """Name every `Dropout` of ``model``, and every `AttentionDropout`, by its place in it, as ``named_modules`` has it.
 
     Call it when the whole model is built: before it is wrapped (`torch.compile`, checkpointing) or taken apart for
     pipeline stages. The library's own models do.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, NamedPlace):
             module.name = name
 
 
@@ -271,7 +346,7 @@ class ModelWithDropout(nn.Module):
     @property
     def has_dropout(self) -> bool:
         """Whether a forward drops anything in training."""
-        return any(isinstance(module, Dropout) and module.p > 0 for module in self.modules())
+        return any(isinstance(module, NamedPlace) and module.p > 0 for module in self.modules())
 
     def set_dropout_step(self, step: int | None, rows: Sequence[int] | Tensor | None = None) -> None:
         """Tell the optimizer step and the rows of the global batch of the next forwards.
