@@ -59,7 +59,7 @@ class _Alone:
         return 1
 
 
-ALONE = _Alone()
+ALONE: dist.ProcessGroup = _Alone()  # type: ignore[assignment]
 
 
 class _Recomputing(threading.local):
@@ -102,7 +102,7 @@ def _ranks_of_axis(description: str, rank: int) -> list[int]:
 def resolve_group(group_name: str) -> dist.ProcessGroup:
     """Return the process group of that name, `ALONE` for "": a name is what travels through compiled graphs."""
     if group_name == ALONE.group_name:
-        return ALONE  # type: ignore[return-value]
+        return ALONE
     from torch.distributed.distributed_c10d import _find_pg_by_ranks_and_tag, _resolve_process_group
 
     if group_name.startswith(f'["{_AXIS}"'):

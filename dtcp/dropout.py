@@ -1,9 +1,9 @@
 """Dropout whose mask does not depend on the mesh: a pure function of seed, step, row, token, module and feature.
 
-Nothing is drawn. Attention weights are dropped by the same rule, over head, query and key. A *key* stands for a token: a 64-bit hash of the seed, the optimizer step, the row of the global
+Nothing is drawn. A *key* stands for a token: a 64-bit hash of the seed, the optimizer step, the row of the global
 batch and the token's position. Keys are computed once at the top of a model and go down to its `Dropout` modules as a
 tensor, so what holds a part of the tokens holds their keys, and what runs again (recomputation, a pipeline schedule)
-drops the same elements.
+drops the same elements. Attention weights are dropped by the same rule, over the query's key, head and key position.
 
 Shapes: B rows held here, S positions held here, ``*F`` any feature dims.
 """

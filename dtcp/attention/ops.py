@@ -1,10 +1,11 @@
 """Context parallel attention as two custom ops, so that it is opaque to Dynamo, AOTAutograd and DTensor.
 
 Shapes: query (B, S_q, Hq, D), key (B, S_kv, Hkv, D), value (B, S_kv, Hkv, Dv), any strides; out (B, S_q, Hq, Dv)
-and the gradients contiguous; lse (B, Hq, S_q); number int64 (1,), on the host; dropout keys int64 (B, S_q), None where
-nothing is dropped. Only constants, a group name and tensors travel: layouts as the int64 tensors ``layout.state``, so that the next step's layout costs no recompilation
-and the backward, also a recomputed or delayed one, uses the layouts of its own forward. So does the number of the
-call in its group, by which the ranks compare their backwards.
+and the gradients contiguous; lse (B, Hq, S_q); number int64 (1,), on the host; dropout_keys int64 (B, S_q), None where
+nothing is dropped. Only constants, a group name and tensors travel: layouts as the int64 tensors ``layout.state``, so
+that the next step's layout costs no recompilation and the backward, also a recomputed or delayed one, uses the layouts
+of its own forward. So do the keys of dropout, and the number of the call in its group, by which the ranks compare their
+backwards.
 """
 
 from __future__ import annotations
@@ -174,9 +175,7 @@ def _call(
     )
 
 
-def _dropout(
-    query: Tensor, keys: Tensor | None, p: float, head_offset: int, head_axis: str
-) -> CallDropout | None:
+def _dropout(query: Tensor, keys: Tensor | None, p: float, head_offset: int, head_axis: str) -> CallDropout | None:
     """What the call drops; the offset of its heads is found here, where the rank is known."""
     if keys is None:
         return None

@@ -30,16 +30,14 @@ def single_rank_attention(
     Raises:
         ValueError: If the inputs do not fit together.
     """
-    query, key, value, scale = prepare_inputs(
-        query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd"
-    )
+    query, key, value, scale = prepare_inputs(query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
     if is_causal and query.size(1) != key.size(1):
         raise ValueError(f"is_causal needs as many keys as queries, got {key.size(1)} and {query.size(1)}")
     check_probability(dropout.p)
     check_call_keys(dropout.keys, (query.size(0), query.size(1)))
-    states = [contiguous_state(x.size(1), 1) for x in (query, key)]
+    q_state, kv_state = (contiguous_state(x.size(1), 1) for x in (query, key))
     out, _ = attention_forward(
-        query, key, value, *states, ALONE.group_name, is_causal, scale, "ring", "math", dropout
+        query, key, value, q_state, kv_state, ALONE.group_name, is_causal, scale, "ring", "math", dropout
     )
     return out.transpose(1, 2)
 

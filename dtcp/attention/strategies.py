@@ -17,7 +17,8 @@ from torch import Tensor
 from dtcp.attention.calls import own_tiles
 from dtcp.attention.comm import Exchange, Message, start_exchange
 from dtcp.attention.dropout import CallDropout, tile_dropout
-from dtcp.attention.kernels import Kernel, MathKernel, lse_dtype
+from dtcp.attention.kernels import Kernel, lse_dtype
+from dtcp.attention.kernels.math import MathKernel
 from dtcp.attention.merge import Partial, Sum
 from dtcp.attention.schedule import RingStep, ring_schedule
 from dtcp.collectives import start_all_gather_rows, start_reduce_scatter_rows

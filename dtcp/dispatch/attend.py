@@ -16,7 +16,6 @@ from dtcp.attention.dropout import CallDropout, check_call_keys, check_probabili
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
 
-
 DROPOUT_CURE = (
     "pass context_parallel(..., step=, rows=), of which the mask is made (or dtcp.dropout_keys to "
     "dtcp.context_parallel_attention), or use 0.0"

@@ -40,6 +40,4 @@ def dropped_attention(
     dropout, frame = CallDropout(p, keys, head_offset), current.frame
     if frame is not None:
         return attend_with(frame, dropout, query, key, value, None, is_causal, scale, enable_gqa)
-    return single_rank_attention(
-        query, key, value, dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return single_rank_attention(query, key, value, dropout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
