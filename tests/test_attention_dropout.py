@@ -158,9 +158,7 @@ def test_blocks_of_queries_drop_what_the_whole_does(monkeypatch):
         monkeypatch.setattr(math_kernel, "_BLOCK_ELEMENTS", block_elements)
         kernel = MathKernel(mask)
         out, lse = kernel.forward(query, key, value, is_causal=True, scale=0.25)
-        results.append(
-            (out, lse, *kernel.backward(grad_out, query, key, value, out, lse, is_causal=True, scale=0.25))
-        )
+        results.append((out, lse, *kernel.backward(grad_out, query, key, value, out, lse, is_causal=True, scale=0.25)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -173,8 +173,9 @@ def check_opcheck(rank: int, world: int, strategy: str) -> None:
     q, k, v = (torch.randn(2, layout.local_seq_len, h, d) for h, d in ((4, 16), (2, 16), (2, 8)))
     group_name = mesh.get_group().group_name
     keys = dtcp.dropout_keys(0, 0, [0, 1], layout.positions(rank))
-    check_opcheck_of((q, k, v), (layout.state, layout.state, None, group_name, True, 0.25, strategy, "auto", 0.0, 0, ""))
-    check_opcheck_of((q, k, v), (layout.state, layout.state, keys, group_name, True, 0.25, strategy, "auto", 0.3, 4, ""))
+    for dropout_keys, p, head_offset in ((None, 0.0, 0), (keys, 0.3, 4)):
+        constants = (group_name, True, 0.25, strategy, "auto", p, head_offset, "")
+        check_opcheck_of((q, k, v), (layout.state, layout.state, dropout_keys, *constants))
 
 
 def check_opcheck_of(inputs: tuple[torch.Tensor, ...], constants: tuple[Any, ...]) -> None:
