@@ -10,6 +10,8 @@ backwards.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
 from dtcp.replicas import expect_equal_gradients
 
 _NAME = "context_parallel_attention"
+logger = logging.getLogger(__name__)
 
 
 def attention_forward(
@@ -180,6 +183,7 @@ def _dropout(query: Tensor, keys: Tensor | None, p: float, head_offset: int, hea
     if keys is None:
         return None
     check_call_keys(keys, (query.size(0), query.size(1)))
+    _log_math_kernel(p)
     rank_of_axis = resolve_group(head_axis).rank() if head_axis else 0
     return CallDropout(p, keys, head_offset + rank_of_axis * query.size(2))
 
@@ -191,6 +195,11 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
     that ``out.sum().backward()`` hands over.
     """
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors]
+
+
+@functools.cache
+def _log_math_kernel(p: float) -> None:
+    logger.info("attention with dropout_p=%s takes the math kernel, the only one whose mask is the same on any mesh", p)
 
 
 @forward_op.register_fake

@@ -291,8 +291,8 @@ def set_sequence(
     Args:
         layout: Who holds which tokens of the sequence.
         documents: Not available yet.
-        step: Optimizer step, for models whose forward computes the keys of their `Dropout` modules; ``dropout_seed``
-            of the model is their seed. None, without rows: dropout is told nothing.
+        step: Optimizer step, for models whose forward computes the keys of their `Dropout` modules, and of what drops
+            attention weights; ``dropout_seed`` of the model is their seed. None, without rows: dropout is told nothing.
         rows: Rows of the global batch that this rank holds, for the same. None: rows 0 to B - 1, all that there are.
 
     Raises:

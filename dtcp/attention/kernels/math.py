@@ -10,8 +10,12 @@ from torch import Tensor
 from dtcp.attention.dropout import TileDropout
 from dtcp.attention.kernels.heads import upcast
 
-# Scores of one block of queries, in elements: 64 MiB in float32.
+# Scores of one block of queries, in elements, at most: 64 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 24
+# On CPU, what stays in a cache, and skips more of what a causal tile masks: 2048 tokens take 180 ms instead of 614
+# (4 heads, D 64, forward and backward, one thread); but no fewer queries than a matmul wants.
+_CACHED_ELEMENTS = 1 << 20
+_MIN_QUERIES = 64
 
 
 class MathKernel:
@@ -85,7 +89,11 @@ class MathKernel:
 def _blocks(query: Tensor, key: Tensor, is_causal: bool, block_elements: int) -> Iterator[tuple[int, int, int]]:
     """(first query, last query + 1, keys that they see) of each block."""
     num_queries, num_keys = query.size(2), key.size(2)
-    block = max(1, block_elements // (query.size(0) * query.size(1) * num_keys))
+    row = query.size(0) * query.size(1) * num_keys
+    block = block_elements // row
+    if query.device.type == "cpu":
+        block = min(block, max(_MIN_QUERIES, _CACHED_ELEMENTS // row))
+    block = max(1, block)
     for start in range(0, num_queries, block):
         stop = min(start + block, num_queries)
         yield start, stop, stop if is_causal else num_keys
