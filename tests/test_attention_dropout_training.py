@@ -66,6 +66,17 @@ def test_training_with_attention_dropout_equals_one_rank(ranks, one_rank, mesh, 
 
 
 @pytest.mark.slow
+def test_a_llama_trains_so_too(ranks):
+    sizes = [*TINY["llama"], *JOB, PEAKED, "training.seq_len=97", "training.steps=2"]
+    dropped = [*sizes, "model.attention_dropout=0.1", "optimizer.eps=1e-5"]
+    reference, without = (ranks.run(1, record_run, of, scattered, (1, 2))[0] for of in (dropped, sizes))
+    assert compare(without, reference).gradient > 1000 * TOLERANCE
+    for mesh, world in (("mesh.cp=2 mesh.tp=2", 4), ("mesh.cp=2 training.local_batch_size=2", 2)):
+        for run in ranks.run(world, record_run, [*dropped, *mesh.split()], scattered, (1, 2)):
+            assert compare(run, reference).is_within, (mesh, compare(run, reference))
+
+
+@pytest.mark.slow
 def test_attention_dropout_does_something_to_training(one_rank):
     without = one_rank(2, (1, 2), "model.attention_dropout=0")
     assert compare(without, one_rank(2, (1, 2))).gradient > 1000 * TOLERANCE

@@ -407,6 +407,7 @@ def test_empty_sequences_give_empty_logits() -> None:
         ("llama_tiny", {"dim": 4}, r"even head dim, got dim/num_heads = 1"),
         ("gpt_tiny", {"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ("gpt_tiny", {"attention_dropout": 1.0}, r"attention_dropout must be in \[0, 1\), got 1.0"),
+        ("llama_tiny", {"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\), got -0.1"),
         ("llama_tiny", {"rope_scaling": {"factor": 0.0}}, r"rope_scaling needs factor > 0"),
         (
             "llama_tiny",

@@ -114,18 +114,15 @@ class GPTAttention(nn.Module):
         self.value = nn.Linear(config.dim, config.dim)
         self.output = nn.Linear(config.dim, config.dim)
         self.sdpa = ScaledDotProductAttention(config.attention_dropout)
-        self.has_dropout = config.attention_dropout > 0
 
-    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        """(B, S, dim) to (B, S, dim); keys are (B, S)."""
+    def forward(self, x: Tensor, *dropout_keys: Tensor | None) -> Tensor:
+        """(B, S, dim) to (B, S, dim); keys are (B, S), and given only where attention weights are dropped."""
         # -1: the number of heads is what the projection returns, which may be a share of them.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        # Not otherwise: whoever puts an attention of their own here need not know of keys.
-        keys = (dropout_keys,) if self.has_dropout else ()
-        return self.output(self.sdpa(query, key, value, *keys).transpose(1, 2).flatten(2))
+        return self.output(self.sdpa(query, key, value, *dropout_keys).transpose(1, 2).flatten(2))
 
 
 class GPTFeedForward(nn.Module):
@@ -148,6 +145,7 @@ class GPTBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.attention = GPTAttention(config)
+        self.drops_weights = config.attention_dropout > 0
         self.attention_residual_dropout = Dropout(config.dropout)
         self.feed_forward_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.feed_forward = GPTFeedForward(config)
@@ -155,8 +153,9 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         """(B, S, dim) to (B, S, dim); keys are (B, S)."""
-        attended = self.attention(self.attention_norm(x), dropout_keys)
-        x = x + self.attention_residual_dropout(attended, dropout_keys)
+        # Not otherwise: whoever puts an attention of their own there need not know of keys.
+        keys = (dropout_keys,) if self.drops_weights else ()
+        x = x + self.attention_residual_dropout(self.attention(self.attention_norm(x), *keys), dropout_keys)
         return x + self.feed_forward_residual_dropout(self.feed_forward(self.feed_forward_norm(x)), dropout_keys)
 
 

@@ -66,11 +66,13 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
         cut = Shard(-1) if sequence_parallel else Replicate()
         plan["position_embedding"] = ReplicatedParameters(input_layout=Replicate(), desired_input_layout=cut)
     norm = ReplicatedParameters(input_layout=stream)
+    drops_weights = model.config.attention_dropout > 0
+    # A Llama's attention is also given the positions, and where it drops the keys, of which every rank needs all.
+    more = (None,) * (isinstance(model, Llama) + drops_weights)
     plan |= {
         "layers.*.attention_norm": norm,
         # One all-gather for all that the input goes to, and so one reduction of the gradient.
-        # It is also given positions or keys of dropout, of which every rank needs all.
-        "layers.*.attention": _enter(stream, None),
+        "layers.*.attention": _enter(stream, *more),
         "layers.*.attention.query": ColwiseParallel(),
         "layers.*.attention.key": ColwiseParallel(),
         "layers.*.attention.value": ColwiseParallel(),
@@ -87,7 +89,7 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     elif sequence_parallel:  # else every rank drops elements of all positions, the same ones
         names = ("embedding_dropout", "layers.*.attention_residual_dropout", "layers.*.feed_forward_residual_dropout")
         plan |= {name: SequenceParallelDropout() for name in names}
-    if isinstance(model, GPT) and model.config.attention_dropout > 0:
+    if drops_weights:
         plan["layers.*.attention.sdpa"] = HeadParallelDropout()
     return plan
 
