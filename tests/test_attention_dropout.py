@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
 import dtcp.attention.kernels.math as math_kernel
+from dtcp.models.attention import ScaledDotProductAttention
 from oracle import all_pairs, relative_error
 
 P = 0.3
@@ -123,9 +125,8 @@ def test_cross_attention_drops_by_the_positions_of_its_keys(ranks):
 
 
 def check_heads(rank: int, world: int) -> None:
-    """Two ranks with half of the heads each, as tensor parallelism has them, equal all heads on one."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)) if world == 1 else None
-    assert mesh is not None
+    """Halves of the heads, as two tensor parallel ranks have them, equal all heads at once."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     layout = dtcp.make_layout("contiguous", seq_len=11, cp=1)
     query, key, value, _ = make_inputs(2, 8, 4, 11)
     options: dict[str, Any] = {
@@ -274,3 +275,35 @@ def check_compiled(rank: int, world: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_serves_every_step_and_layer(ranks, backend):
     ranks.run(2, check_compiled, backend, timeout=180)
+
+
+# ---- one process, without a process group ----------------------------------------------------------------------------
+
+
+def test_a_module_without_ranks_drops_by_the_same_rule():
+    query, key, value, grad_out = make_inputs(2, 4, 2, 17, value_dim=16)
+    module = ScaledDotProductAttention(P, name="layers.1")
+    right = right_answer(
+        [query, key, value, grad_out],
+        is_causal=True,
+        dropout_p=P,
+        dropout_keys=whole_keys(2, 17),
+        dropout_name="layers.1",
+    )
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out = module(*leaves, whole_keys(2, 17))
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for name, found in zip(("out", *NAMES[2:]), (out, *grads), strict=True):
+        assert relative_error(found.detach(), right[name]) <= 1e-5, name
+    assert not torch.equal(module(*leaves), module(*leaves)), "without keys every call draws its own"
+    module.eval()
+    fused = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    assert torch.equal(module(*leaves, whole_keys(2, 17)), fused)
+
+
+def test_half_precision_is_dropped_alike():
+    inputs = make_inputs(2, 4, 2, 17, value_dim=16)
+    module = ScaledDotProductAttention(P, name="layers.1")
+    out, half = (module(*(x.to(d) for x in inputs[:3]), whole_keys(2, 17)) for d in (torch.float32, torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), out, rtol=2e-2, atol=4e-2)
