@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dtcp
-from dtcp.dropout import keys_of_place, name_dropouts, place_salt
+from dtcp.dropout import name_dropouts
+from dtcp.dropout_hash import keys_of_place, place_salt
 from dtcp.models import build_model
 from dtcp.models.attention import ScaledDotProductAttention
 from oracle import relative_error

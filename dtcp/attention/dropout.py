@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtcp.dropout import index_words, kept, keys_of_place, place_salt
+from dtcp.dropout_hash import index_words, kept, keys_of_place, place_salt
 from dtcp.dtensor import local_part
 
 

@@ -22,7 +22,8 @@ from dtcp.containers import named_tensors
 from dtcp.dispatch.buffers import LocalBuffers, refuse_graph
 from dtcp.dispatch.entry import entered
 from dtcp.dispatch.frames import Frame, current
-from dtcp.dropout import dropout_keys, keys_of_place, place_salt
+from dtcp.dropout import dropout_keys
+from dtcp.dropout_hash import keys_of_place, place_salt
 from dtcp.layout import SequenceLayout, make_layout
 from dtcp.shard import shard, unshard
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtcp.attention.calls import CallCounter
 from dtcp.attention.dropout import CallDropout
 from dtcp.dispatch.buffers import LocalBuffers
-from dtcp.dropout import keys_of_place
+from dtcp.dropout_hash import keys_of_place
 from dtcp.layout import SequenceLayout
 
 
