@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtcp.dispatch.context import context_parallel
     from dtcp.dispatch.tagged import as_dtensor
     from dtcp.dispatch.unshard import context_parallel_unshard
-    from dtcp.dropout import Dropout, ModelWithDropout, dropout_keys, name_dropouts
+    from dtcp.dropout import AttentionDropout, Dropout, ModelWithDropout, dropout_keys, name_dropouts
     from dtcp.layout import SequenceLayout, Tile, make_layout
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dtcp.models.hf import load_safetensors, save_safetensors
     from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel, set_sequence
-    from dtcp.parallelize.dropout import SequenceParallelDropout
+    from dtcp.parallelize.dropout import HeadParallelDropout, SequenceParallelDropout
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
     from dtcp.parallelize.pipeline import Pipeline
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 # Public name -> module that defines it. Loaded on first use, so that `import dtcp` stays light
 # (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
 _HOME = {
+    "AttentionDropout": "dtcp.dropout",
     "ContextParallel": "dtcp.parallelize.context",
     "Dropout": "dtcp.dropout",
+    "HeadParallelDropout": "dtcp.parallelize.dropout",
     "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
     "Pipeline": "dtcp.parallelize.pipeline",
@@ -73,8 +75,10 @@ _HOME = {
 }
 
 __all__ = [
+    "AttentionDropout",
     "ContextParallel",
     "Dropout",
+    "HeadParallelDropout",
     "ModelWithDropout",
     "ParallelDims",
     "Pipeline",

@@ -47,6 +47,21 @@ _Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
 _num_agreements: _Counts = weakref.WeakKeyDictionary()
 
 
+class _Alone:
+    """In the place of a group for a rank that exchanges nothing."""
+
+    group_name = ""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ALONE: dist.ProcessGroup = _Alone()  # type: ignore[assignment]
+
+
 class _Recomputing(threading.local):
     """What groups had agreed on before the block that is being recomputed was checkpointed; None outside of that."""
 
@@ -85,7 +100,9 @@ def _ranks_of_axis(description: str, rank: int) -> list[int]:
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:
-    """Return the process group of that name: a name is what travels through compiled graphs."""
+    """Return the process group of that name, `ALONE` for "": a name is what travels through compiled graphs."""
+    if group_name == ALONE.group_name:
+        return ALONE
     from torch.distributed.distributed_c10d import _find_pg_by_ranks_and_tag, _resolve_process_group
 
     if group_name.startswith(f'["{_AXIS}"'):
@@ -177,6 +194,10 @@ def agree(
     Returns:
         The number of this call among those that the group has agreed on, from 1; for ``agree_on_backward``.
     """
+    if group is ALONE:
+        if error is not None:
+            raise error
+        return 0
     fields = {"entry": zlib.crc32(entry.encode()), **fields} if fields else fields
     signature = (group.group_name, operation, tuple(fields.values()))
     if device.type != "cpu" and error is not None:
@@ -206,7 +227,7 @@ def agree_on_backward(operation: str, number: Tensor, group: dist.ProcessGroup, 
     Args:
         number: int64 (1,), what ``agree`` returned in the forward.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or group is ALONE:
         return
     records = _gather_records(f"backward of {operation}", [1, 0, int(number)], group, device)
     _compare_operations(records)

@@ -3,14 +3,13 @@
 Nothing is drawn. A *key* stands for a token: a 64-bit hash of the seed, the optimizer step, the row of the global
 batch and the token's position. Keys are computed once at the top of a model and go down to its `Dropout` modules as a
 tensor, so what holds a part of the tokens holds their keys, and what runs again (recomputation, a pipeline schedule)
-drops the same elements.
+drops the same elements. Attention weights are dropped by the same rule, over the query's key, head and key position.
 
 Shapes: B rows held here, S positions held here, ``*F`` any feature dims.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,18 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtcp.dropout_hash import GOLDEN, feature_words, kept, keys_of_place, mix, place_salt
 from dtcp.dtensor import is_dtensor, local_part
 from dtcp.recompute import restored_in_recomputation
-
-# Note [Integers that wrap]
-# The hash has to be bit-equal in eager kernels, C++ and Triton made by inductor, on CPU and GPU. So: two's complement
-# int64 for each token, int32 for each element (half the memory traffic), logical shifts made of arithmetic ones by a
-# mask. Overflow of a signed product is undefined in C++, where inductor's loops are compiled without -fwrapv. What a
-# compiler may do with that: infer bounds of a loop from a product of its counter, so counters (rows, positions,
-# features) are never multiplied before they are mixed with something unknown, or are kept below 2^63; and fold a sign
-# test into the product, so the last comparison is of 31 masked bits.
-_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64; the finalizers are those of splitmix64 and murmur3
-_WORD = 0xFFFFFFFF
 
 
 def dropout_keys(seed: int | Tensor, step: int | Tensor, rows: Sequence[int] | Tensor, positions: Tensor) -> Tensor:
@@ -66,12 +56,12 @@ def dropout_keys(seed: int | Tensor, step: int | Tensor, rows: Sequence[int] | T
 
 
 def _token_keys(stream: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    by_row = _mix(stream.to(positions.device) ^ rows.to(positions.device, torch.int64))
-    return _mix(by_row[:, None] ^ positions)
+    by_row = mix(stream.to(positions.device) ^ rows.to(positions.device, torch.int64))
+    return mix(by_row[:, None] ^ positions)
 
 
 def _stream(seed: int | Tensor, step: int | Tensor) -> Tensor:
-    return _mix(_mix(_as_int64(seed) ^ _GOLDEN) ^ _as_int64(step))
+    return mix(mix(_as_int64(seed) ^ GOLDEN) ^ _as_int64(step))
 
 
 def _as_int64(value: int | Tensor) -> Tensor:
@@ -80,27 +70,14 @@ def _as_int64(value: int | Tensor) -> Tensor:
     return torch.tensor((value + 2**63) % 2**64 - 2**63, dtype=torch.int64, device="cpu")
 
 
-def _mix(z: Tensor) -> Tensor:
-    """A bijection of int64 in which every bit depends on every bit."""
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
-    return z ^ ((z >> 31) & (2**33 - 1))
-
-
-class Dropout(nn.Module):
-    """``nn.Dropout`` that drops by the tokens' keys and its own name: the same elements on any mesh.
-
-    One module for each place in a model: called twice with equal keys it drops the same elements twice.
-
-    Args:
-        p: Probability of dropping an element, 0 to 1; resolved to 2⁻³¹.
-        name: Stands for this place in the model; the same on every rank. `name_dropouts` names all of a model's.
+class NamedPlace(nn.Module):
+    """A place in a model that drops with probability ``p``, and by its name what no other place does.
 
     Raises:
         ValueError: If ``p`` is no probability.
     """
 
-    def __init__(self, p: float = 0.5, *, name: str | None = None) -> None:
+    def __init__(self, p: float, *, name: str | None = None) -> None:
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f"p must be in [0, 1], got {p}")
@@ -116,17 +93,40 @@ class Dropout(nn.Module):
     def name(self, name: str | None) -> None:
         self._name = name
         self._is_named = name is not None  # what forward reads: a graph that reads the name is a graph of its own
-        digest = hashlib.sha256((name or "").encode()).digest()
         # A tensor: blocks that differ by an int would each be compiled. No buffer: `to_empty` would forget it.
-        self._salt = torch.tensor(int.from_bytes(digest[:8], "little", signed=True), dtype=torch.int64, device="cpu")
+        self._salt = torch.tensor(place_salt(name or ""), dtype=torch.int64, device="cpu")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dropout:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NamedPlace:
         super()._apply(fn, recurse)
         # Where the model goes, but never through `fn`, which may leave the contents behind.
         device = fn(torch.empty_like(self._salt)).device
         if device != self._salt.device and device.type != "meta":
             self._salt = self._salt.to(device)
         return self
+
+    def _check_named(self) -> None:
+        if not self._is_named:
+            raise ValueError(
+                f"a {type(self).__name__} that gets keys needs a name, or all would drop the same elements; call "
+                "dtcp.name_dropouts(model) once the model is built, or give it name=..."
+            )
+
+
+class Dropout(NamedPlace):
+    """``nn.Dropout`` that drops by the tokens' keys and its own name: the same elements on any mesh.
+
+    One module for each place in a model: called twice with equal keys it drops the same elements twice.
+
+    Args:
+        p: Probability of dropping an element, 0 to 1; resolved to 2⁻³¹.
+        name: Stands for this place in the model; the same on every rank. `name_dropouts` names all of a model's.
+
+    Raises:
+        ValueError: If ``p`` is no probability.
+    """
+
+    def __init__(self, p: float = 0.5, *, name: str | None = None) -> None:
+        super().__init__(p, name=name)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """Drop elements of ``x`` and divide the others by ``1 - p``; in eval mode return ``x``.
@@ -150,11 +150,8 @@ class Dropout(nn.Module):
             return x
         if keys is None:
             keys = draw_keys(x)
-        elif not self._is_named:
-            raise ValueError(
-                "a Dropout that gets keys needs a name, or all would drop the same elements; call "
-                "dtcp.name_dropouts(model) once the model is built, or pass Dropout(p, name=...)"
-            )
+        else:
+            self._check_named()
         if is_dtensor(x):
             return self._drop_shards(x, keys)
         keys = local_part(keys)
@@ -164,17 +161,8 @@ class Dropout(nn.Module):
     def _drop(self, x: Tensor, keys: Tensor, features: Tensor) -> Tensor:
         if self.p == 1:
             return torch.where(torch.zeros((), dtype=torch.bool, device=x.device), x, 0.0)
-        mixed = _mix(keys ^ self._salt)
-        # The two halves, sign extended, so that the conversion is exact.
-        offset, factor = ((mixed << 32) >> 32).to(torch.int32), (mixed >> 32).to(torch.int32) | 1
-        shape = (*keys.shape, *[1] * features.ndim)
-        word = torch.addcmul(offset.view(shape), factor.view(shape), features)
-        high = word >> 15
-        high &= 0x1FFFF
-        word ^= high
-        word *= -0x3D4D51CB
-        word &= 0x7FFFFFFF
-        keep = word >= min(round(self.p * 2**31), 2**31 - 1)
+        mixed = keys_of_place(keys, self._salt)
+        keep = kept(mixed.view(*keys.shape, *[1] * features.ndim), features, self.p)
         return torch.where(keep, x, 0.0) * (1 / (1 - self.p))
 
     def _drop_shards(self, x: Any, keys: Tensor) -> Tensor:
@@ -209,13 +197,36 @@ class Dropout(nn.Module):
         return f"p={self.p}, name={self._name!r}"
 
 
-def feature_words(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return a well mixed int32 for each feature, of ``shape``; feature by feature the same for any number of them."""
-    word = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int64, device=device)
-    for factor in (0x45D9F3B7, 0x2C1B3C6D):  # below 2^31: products of 32-bit words stay below 2^63
-        word = ((word ^ (word >> 16)) * factor) & _WORD
-    word = word ^ (word >> 16)
-    return ((word << 32) >> 32).to(torch.int32).view(tuple(shape))
+class AttentionDropout(NamedPlace):
+    """What a module that attends is, to drop attention weights by the tokens' keys, its name, head and key position.
+
+    A base class: it holds ``p`` and the name, and says which keys a call of attention gets.
+
+    Attributes:
+        head_shard: Where heads are cut over ranks, which part of them this rank has; the parts are equal.
+    """
+
+    head_shard: int = 0
+
+    def call_keys(self, keys: Tensor | None, query: Tensor) -> Tensor | None:
+        """Return the keys of one call, int64 (B, S); None if nothing is dropped: in eval mode, and for ``p = 0``.
+
+        Args:
+            keys: `dropout_keys` of the tokens of ``query``. None, where this is the only rank: drawn.
+            query: (B, S, ...).
+
+        Raises:
+            ValueError: If in training ``keys`` do not fit, or are missing on several ranks, or the module has no name.
+        """
+        if not self.training or self.p == 0:
+            return None
+        if keys is None:
+            keys = draw_keys(query)
+        else:
+            self._check_named()
+        keys = local_part(keys)
+        _check_keys(keys, query)
+        return keys_of_place(keys, self._salt)
 
 
 def _check_keys(keys: Tensor, x: Tensor) -> None:
@@ -244,13 +255,13 @@ def draw_keys(x: Tensor) -> Tensor:
 
 
 def name_dropouts(model: nn.Module) -> None:
-    """Name every `Dropout` of ``model`` by its place in it, as ``named_modules`` has it.
+    """Name every `Dropout` of ``model``, and every `AttentionDropout`, by its place in it, as ``named_modules`` has it.
 
     Call it when the whole model is built: before it is wrapped (`torch.compile`, checkpointing) or taken apart for
     pipeline stages. The library's own models do.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, NamedPlace):
             module.name = name
 
 
@@ -271,7 +282,7 @@ class ModelWithDropout(nn.Module):
     @property
     def has_dropout(self) -> bool:
         """Whether a forward drops anything in training."""
-        return any(isinstance(module, Dropout) and module.p > 0 for module in self.modules())
+        return any(isinstance(module, NamedPlace) and module.p > 0 for module in self.modules())
 
     def set_dropout_step(self, step: int | None, rows: Sequence[int] | Tensor | None = None) -> None:
         """Tell the optimizer step and the rows of the global batch of the next forwards.

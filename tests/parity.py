@@ -31,7 +31,7 @@ JOB = ("training.global_batch_size=4", "optimizer.lr=3e-4", "lr_scheduler=consta
 PEAKED = "model.qk_init_scale=8"
 # Where dropout leaves a weight without a gradient but for rounding, Adam's usual epsilon (1e-8) makes a whole step of
 # that: 4e-7 in step 1 becomes 5e-5 in step 2 on four ranks, 7e-6 on one rank with microbatches.
-DROPOUT = ("model.dropout=0.1", "optimizer.eps=1e-5")
+DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "optimizer.eps=1e-5")
 
 # A head for each of four ranks, and keys shared by two query heads; the vocabulary of 257 ids never divides evenly.
 MODELS = {

@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
 
+KEYS = dtcp.dropout_keys(0, 0, [0, 1], torch.arange(8))
+DROPPED: dict[str, Any] = {"dropout_p": 0.1, "dropout_keys": KEYS, "dropout_name": "layers.0"}
+
 
 def attend(world: int, *, layout: Any = "default", shapes: Any = None, change: Any = None, **options: Any) -> Any:
     """Call with good inputs of 8 slots for each rank but for what is given; ``change(q, k, v)`` replaces them."""
@@ -75,7 +78,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale": "x"}, ValueError, "scale must be a number, got 'x'; use scale=None"),
     ({"layout": None}, ValueError, r"layout must be a SequenceLayout, got None; make .*cp=2\)"),
     ({"kv_layout": 16}, ValueError, "kv_layout must be a SequenceLayout, got 16; make one with dtcp.make_layout"),
-    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p=0.1; use 0.0"),
+    ({"dropout_p": 0.1}, ValueError, r"needs dropout_keys and a dropout_name.*pass dropout_keys=dtcp.dropout_keys\("),
+    ({"dropout_p": 0.1, "dropout_keys": KEYS}, ValueError, "dropout_name=None; pass .*another one for each call"),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1.0"),
+    ({**DROPPED, "dropout_keys": KEYS[:1]}, ValueError, r"int64 \(B, S_local\) = \(2, 8\).*got torch.int64 \(1, 8\)"),
+    ({**DROPPED, "dropout_keys": KEYS.int()}, ValueError, r"got torch.int32 \(2, 8\); pass dtcp.dropout_keys"),
+    ({**DROPPED, "kernel": "flash"}, ValueError, "kernel='flash' draws its dropout masks.*use kernel='math'"),
     *(
         ({name: object()}, NotImplementedError, f"{name} is not available yet; use {name}=None")
         for name in ("documents", "key_lengths", "mask_mod", "sinks", "attn_bias", "alibi_slopes", "softcap")
@@ -122,6 +130,7 @@ def check_differing(rank: int, world: int) -> None:
         ("query seq_len", {"layout": dtcp.make_layout("head_tail", seq_len=23, cp=3)}, "{0: 23, 1: 24, 2: 24}"),
         ("is_causal", {"is_causal": True}, "{0: 1, 1: 0, 2: 0}"),
         (r"scale \(.*\)", {"scale": 0.5}, ""),
+        (r"dropout_p \(.*\)", DROPPED, ""),
         (r"strategy \(0 ring, 1 all_gather\)", {"strategy": "all_gather"}, "{0: 1, 1: 0, 2: 0}"),
     ]:
         with pytest.raises(ValueError, match=f"{field} differs between the ranks") as caught:

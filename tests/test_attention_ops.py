@@ -167,13 +167,21 @@ def test_flop_counter_counts_the_work_of_this_rank(ranks, strategy):
 
 
 def check_opcheck(rank: int, world: int, strategy: str) -> None:
-    from torch.library import opcheck
-
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     layout = dtcp.make_layout("head_tail", seq_len=13, cp=world)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, layout.local_seq_len, h, d) for h, d in ((4, 16), (2, 16), (2, 8)))
-    constants = (layout.state, layout.state, mesh.get_group().group_name, True, 0.25, strategy, "auto")
+    group_name = mesh.get_group().group_name
+    keys = dtcp.dropout_keys(0, 0, [0, 1], layout.positions(rank))
+    for dropout_keys, p, head_offset in ((None, 0.0, 0), (keys, 0.3, 4)):
+        constants = (group_name, True, 0.25, strategy, "auto", p, head_offset, "")
+        check_opcheck_of((q, k, v), (layout.state, layout.state, dropout_keys, *constants))
+
+
+def check_opcheck_of(inputs: tuple[torch.Tensor, ...], constants: tuple[Any, ...]) -> None:
+    from torch.library import opcheck
+
+    q, k, v = inputs
     # opcheck compares the outputs of two runs, and each call has another number.
     with mock.patch.object(attention_ops, "agree", lambda *args, **kwargs: 7 * bool(agree(*args, **kwargs))):
         opcheck(attention_ops.forward_op, (q, k, v, *constants, False))

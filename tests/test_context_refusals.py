@@ -40,7 +40,7 @@ def check_arguments(rank: int, world: int) -> None:
             mask = make(local)
             with raises(NotImplementedError, f"attn_mask of shape {tuple(mask.shape)}", "use is_causal"):
                 F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-        with raises(NotImplementedError, "dropout_p=0.1", "use 0.0"):
+        with raises(NotImplementedError, "dropout_p=0.1", "step=, rows=", "use 0.0"):
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
         with raises(ValueError, "as many keys as queries"):
             F.scaled_dot_product_attention(x, whole, whole, is_causal=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtcp
-import dtcp.dropout as dropout_module
-from dtcp.dropout import feature_words
+import dtcp.dropout_hash as dropout_hash
+from dtcp.dropout_hash import feature_words
 from dtcp.models import build_model
 
 SIGMAS = 5.0
@@ -189,7 +189,7 @@ def test_tokens_with_related_factors_are_not_correlated():
 
     def mask(factor: Tensor) -> Tensor:
         chosen = (factor << 32) | (some() & 0xFFFFFFFF)
-        with mock.patch.object(dropout_module, "_mix", lambda z: chosen):
+        with mock.patch.object(dropout_hash, "mix", lambda z: chosen):
             return standardised(kept(chosen, 0.5, features=1024), 0.5)
 
     factor = some() | 1

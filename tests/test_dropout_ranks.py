@@ -200,7 +200,8 @@ def check_told_model(rank: int, world: int, door: str, layout_name: str) -> None
     cp, dp = 2, world // 2
     mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
     layout = dtcp.make_layout(layout_name, seq_len=13, cp=cp)
-    model, whole = (build_model("gpt_tiny", num_layers=2, dim=32, dropout=0.2, qk_init_scale=8.0) for _ in range(2))
+    options = {"num_layers": 2, "dim": 32, "dropout": 0.2, "attention_dropout": 0.2, "qk_init_scale": 8.0}
+    model, whole = (build_model("gpt_tiny", **options) for _ in range(2))
     model.dropout_seed = 7
     if door == "plan":
         parallelize_module(model, mesh["cp"], {"layers.*.attention.sdpa": dtcp.ContextParallel()})

@@ -119,10 +119,10 @@ def first_keys_in_backward() -> Iterator[None]:
     """The backward takes the keys and values that came first for those of every later hop. Right at cp=2."""
     from dtcp.attention import strategies
 
-    def add_part(self, tiles, key, value, part, rows):
+    def add_part(self, source, tiles, key, value, part, rows):
         if not hasattr(self, "first"):
             self.first = (key.clone(), value.clone())
-        right(self, tiles, *self.first, part, rows)
+        right(self, source, tiles, *self.first, part, rows)
 
     right = strategies._Grads.add_part
     with mock.patch.object(strategies._Grads, "add_part", add_part):

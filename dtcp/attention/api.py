@@ -19,6 +19,7 @@ from dtcp.attention.arguments import (
     checked_scale,
     length_error,
 )
+from dtcp.attention.dropout import checked_dropout
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
 from dtcp.collectives import agree, resolve_group
@@ -53,6 +54,8 @@ def context_parallel_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
+    dropout_keys: Tensor | None = None,
+    dropout_name: str | Tensor | None = None,
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     kernel: str = "auto",
@@ -73,13 +76,19 @@ def context_parallel_attention(
         enable_gqa: Allow Hkv < Hq.
         strategy: ``ring`` (two kv shards per rank; keys and values sent once in the forward, once in the
             backward, float32 key gradients back to their owner) or ``all_gather`` (the whole K and V on every rank).
+        head_offset: Global index of the first query head, where heads are cut (tensor parallelism): for dropout.
+        dropout_p: Probability of dropping an attention weight, below 1. The mask is a function of the query's key,
+            ``dropout_name``, the global head and the key's position: the same on any mesh. Only the ``math`` kernel
+            knows it: ``auto`` takes that one, and the others are refused.
+        dropout_keys: ``dtcp.dropout_keys(seed, step, rows, positions)`` of the queries, int64 (B, S_local).
+        dropout_name: What tells this call from the others of a forward: ``"layers.0"``. An int64 tensor of no dims
+            does too, and costs layers that share compiled code no recompilation.
         kernel: ``auto``, or one of ``flash``, ``efficient``, ``cudnn``, ``math``; an explicit one never falls back.
         qkv_format: ``bhsd`` or ``bshd``, of inputs and output.
         return_lse: Also return lse, without gradient.
 
         The masks ``window_size``, ``documents``, ``key_lengths``, ``mask_mod``, ``sinks``, ``attn_bias``,
-        ``alibi_slopes``, ``softcap`` (and ``head_offset``, which only ``mask_mod`` reads), ``dropout_p`` and
-        ``ulysses_degree`` are refused until they are available.
+        ``alibi_slopes``, ``softcap`` and ``ulysses_degree`` are refused until they are available.
 
     Returns:
         out in the format and dtype of ``query``; with ``return_lse`` (out, lse), lse (B, Hq, S_local) natural
@@ -93,21 +102,23 @@ def context_parallel_attention(
     try:
         check_later_features(
             window_size=window_size, documents=documents, key_lengths=key_lengths, mask_mod=mask_mod, sinks=sinks,
-            attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap, dropout_p=dropout_p,
+            attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap,
         )  # fmt: skip
         check_strategy(strategy, ulysses_degree)
         query, key, value, scale = prepare_inputs(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format=qkv_format
         )
         check_layouts(mesh, layout, kv_layout, is_causal)
-        choose_kernel(kernel, query, max(query.size(-1), value.size(-1)), scale)
+        choose_kernel(kernel, query, max(query.size(-1), value.size(-1)), scale, dropout_p)
+        rows = query.size(0), query.size(1)
+        dropout = checked_dropout(dropout_p, dropout_keys, dropout_name, head_offset, rows)
     except (ValueError, NotImplementedError) as error:
         if mesh.ndim == 1:
             report_refusal(error, mesh.get_group().group_name, query)
         raise
     kv_layout = kv_layout or layout
     is_torchs = kernel == "auto" and query.size(-1) == value.size(-1) and scale > 0 and not return_lse
-    if is_plain(layout, kv_layout) and is_torchs:
+    if is_plain(layout, kv_layout) and is_torchs and dropout is None:
         refusal = length_error(query.size(1), key.size(1), layout, kv_layout)
         if refusal is not None:
             raise refusal
@@ -117,8 +128,9 @@ def context_parallel_attention(
         return out if qkv_format == "bhsd" else out.transpose(1, 2)
     group_name = mesh.get_group().group_name
     out, lse = attention_forward(
-        query, key, value, layout.state, kv_layout.state, group_name, is_causal, scale, strategy, kernel
-    )
+        query, key, value, layout.state, kv_layout.state, group_name, is_causal, scale, strategy, kernel,
+        dropout,
+    )  # fmt: skip
     if qkv_format == "bhsd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out

@@ -84,7 +84,6 @@ def check_later_features(
     attn_bias: Any,
     alibi_slopes: Any,
     softcap: float | None,
-    dropout_p: float,
 ) -> None:
     """Raise NotImplementedError for what is asked for and not available yet: no mask is ever dropped."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -103,8 +102,6 @@ def check_later_features(
     for name, value in asked.items():
         if value is not None:
             raise NotImplementedError(f"{name} is not available yet; use {name}=None")
-    if dropout_p:
-        raise NotImplementedError(f"attention dropout is not available yet, got dropout_p={dropout_p}; use 0.0")
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:

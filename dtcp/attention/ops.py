@@ -1,14 +1,17 @@
 """Context parallel attention as two custom ops, so that it is opaque to Dynamo, AOTAutograd and DTensor.
 
 Shapes: query (B, S_q, Hq, D), key (B, S_kv, Hkv, D), value (B, S_kv, Hkv, Dv), any strides; out (B, S_q, Hq, Dv)
-and the gradients contiguous; lse (B, Hq, S_q); number int64 (1,), on the host. Only constants, a group name and
-tensors travel: layouts as the int64 tensors ``layout.state``, so that the next step's layout costs no recompilation
-and the backward, also a recomputed or delayed one, uses the layouts of its own forward. So does the number of the
-call in its group, by which the ranks compare their backwards.
+and the gradients contiguous; lse (B, Hq, S_q); number int64 (1,), on the host; dropout_keys int64 (B, S_q), None where
+nothing is dropped. Only constants, a group name and tensors travel: layouts as the int64 tensors ``layout.state``, so
+that the next step's layout costs no recompilation and the backward, also a recomputed or delayed one, uses the layouts
+of its own forward. So do the keys of dropout, and the number of the call in its group, by which the ranks compare their
+backwards.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dtcp.attention.arguments import length_error
 from dtcp.attention.calls import count_call
+from dtcp.attention.dropout import CallDropout, check_call_keys
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
 from dtcp.collectives import DTYPES, agree, agree_on_backward, resolve_group
@@ -25,6 +29,7 @@ from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
 from dtcp.replicas import expect_equal_gradients
 
 _NAME = "context_parallel_attention"
+logger = logging.getLogger(__name__)
 
 
 def attention_forward(
@@ -38,13 +43,16 @@ def attention_forward(
     scale: float,
     strategy: str,
     kernel: str,
+    dropout: CallDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries over the whole sequence's keys. Collective."""
     # Inside the op nothing requires grad. A backward that only some ranks run would wait for the others.
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    p, keys, head_offset, head_axis = dropout or (0.0, None, 0, "")
     out, lse, _ = forward_op(
-        query, key, value, q_state, kv_state, group_name, is_causal, scale, strategy, kernel, needs_grad
-    )
+        query, key, value, q_state, kv_state, keys, group_name, is_causal, scale, strategy, kernel, p, head_offset,
+        head_axis, needs_grad,
+    )  # fmt: skip
     return out, lse
 
 
@@ -55,15 +63,20 @@ def forward_op(
     value: Tensor,
     q_state: Tensor,
     kv_state: Tensor,
+    dropout_keys: Tensor | None,
     group_name: str,
     is_causal: bool,
     scale: float,
     strategy: str,
     kernel: str,
+    dropout_p: float,
+    head_offset: int,
+    head_axis: str,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, number); ``needs_grad`` is compared between the ranks and not used otherwise."""
-    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
+    dropout = _dropout(query, dropout_keys, dropout_p, head_offset, head_axis)
+    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel, dropout)
     fields = agreement_fields(query, key, value, call, strategy, needs_grad)
     number = agree(_NAME, fields, call.group, query.device, error=_refusal(query, key, call))
     count_call(q_state)
@@ -82,16 +95,22 @@ def backward_op(
     number: Tensor,
     q_state: Tensor,
     kv_state: Tensor,
+    dropout_keys: Tensor | None,
     group_name: str,
     is_causal: bool,
     scale: float,
     strategy: str,
     kernel: str,
+    dropout_p: float,
+    head_offset: int,
+    head_axis: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_query, grad_key, grad_value). Collective; all three are made, whichever are needed."""
-    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel)
+    dropout = _dropout(query, dropout_keys, dropout_p, head_offset, head_axis)
+    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel, dropout)
     agree_on_backward(_NAME, number, call.group, query.device)
-    expect_equal_gradients(call.group)
+    if group_name:
+        expect_equal_gradients(call.group)
     grad_out, query_, key_, value_, out = _by_head(grad_out, query, key, value, out)
     grads = choose_strategy(strategy).backward(call, grad_out, query_, key_, value_, out, lse)
     grad_query, grad_key, grad_value = (g.to(query.dtype).transpose(1, 2).contiguous() for g in grads)
@@ -112,10 +131,15 @@ def agreement_fields(
         **_layout_fields("query", call.layout),
         **_layout_fields("key", call.kv_layout),
         "is_causal": int(call.is_causal),
-        "scale (its float64 bits)": int(torch.tensor(call.scale, dtype=torch.float64).view(torch.int64)),
+        "scale (its float64 bits)": _bits(call.scale),
+        "dropout_p (its float64 bits)": _bits(0.0 if call.dropout is None else call.dropout.p),
         f"strategy ({_choices(STRATEGY_NAMES)})": STRATEGY_NAMES.index(strategy),
         "requires_grad": int(needs_grad),
     }
+
+
+def _bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float64).view(torch.int64))
 
 
 def _refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
@@ -139,7 +163,7 @@ def _choices(names: tuple[str, ...]) -> str:
 
 def _call(
     query: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool, scale: float,
-    kernel: str,
+    kernel: str, dropout: CallDropout | None,
 ) -> Call:  # fmt: skip
     return Call(
         group=resolve_group(group_name),
@@ -147,8 +171,21 @@ def _call(
         kv_layout=layout_from_state(kv_state),
         is_causal=is_causal,
         scale=scale,
-        kernel=choose_kernel(kernel, query, max(query.size(-1), value.size(-1)), scale),
+        kernel=choose_kernel(
+            kernel, query, max(query.size(-1), value.size(-1)), scale, 0.0 if dropout is None else dropout.p
+        ),
+        dropout=dropout,
     )
+
+
+def _dropout(query: Tensor, keys: Tensor | None, p: float, head_offset: int, head_axis: str) -> CallDropout | None:
+    """What the call drops; the offset of its heads is found here, where the rank is known."""
+    if keys is None:
+        return None
+    check_call_keys(keys, (query.size(0), query.size(1)))
+    _log_math_kernel(p)
+    rank_of_axis = resolve_group(head_axis).rank() if head_axis else 0
+    return CallDropout(p, keys, head_offset + rank_of_axis * query.size(2))
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
@@ -160,10 +197,16 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors]
 
 
+@functools.cache
+def _log_math_kernel(p: float) -> None:
+    logger.info("attention with dropout_p=%s takes the math kernel, the only one whose mask is the same on any mesh", p)
+
+
 @forward_op.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool,
-    scale: float, strategy: str, kernel: str, needs_grad: bool,
+    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None,
+    group_name: str, is_causal: bool, scale: float, strategy: str, kernel: str, dropout_p: float, head_offset: int,
+    head_axis: str, needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, seq_len, heads, _ = query.shape
     out = query.new_empty(batch, seq_len, heads, value.size(-1))
@@ -174,14 +217,15 @@ def _(
 @backward_op.register_fake
 def _(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor,
-    q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool, scale: float, strategy: str, kernel: str,
+    q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None, group_name: str, is_causal: bool, scale: float,
+    strategy: str, kernel: str, dropout_p: float, head_offset: int, head_axis: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, q_state, kv_state, *ctx.constants, _ = inputs
-    ctx.save_for_backward(query, key, value, *output, q_state, kv_state)
+    query, key, value, q_state, kv_state, dropout_keys, *ctx.constants, _ = inputs
+    ctx.save_for_backward(query, key, value, *output, q_state, kv_state, dropout_keys)
     # Zeros for an unused output would hide whether a gradient came into lse.
     ctx.set_materialize_grads(False)
 
@@ -194,11 +238,11 @@ def _autograd(
             "context_parallel_attention has no gradient with respect to lse; use lse.detach(), or "
             "reference_attention(…, return_lse=True) for a loss that reads it"
         )
-    query, key, value, out, lse, number, q_state, kv_state = ctx.saved_tensors
+    query, key, value, out, lse, number, *states = ctx.saved_tensors
     if grad_out is None:  # a gradient of zero, which other ranks may not have: the exchange takes place all the same
         grad_out = torch.zeros_like(out)
-    grads = backward_op(grad_out, query, key, value, out, lse, number, q_state, kv_state, *ctx.constants)
-    return *grads, *(None,) * 8
+    grads = backward_op(grad_out, query, key, value, out, lse, number, *states, *ctx.constants)
+    return *grads, *(None,) * 12
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -224,8 +268,8 @@ def _pairs(query: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is
 
 @register_flop_formula(torch.ops.dtcp.attention_forward, get_raw=True)
 def _forward_flops(
-    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool,
-    *args: Any, **kwargs: Any,
+    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None,
+    group_name: str, is_causal: bool, *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """2 FLOPs × pairs × (D for scores + Dv for out), of this rank."""
     pairs = _pairs(query, q_state, kv_state, group_name, is_causal)
@@ -235,7 +279,8 @@ def _forward_flops(
 @register_flop_formula(torch.ops.dtcp.attention_backward, get_raw=True)
 def _backward_flops(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor,
-    q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool, *args: Any, **kwargs: Any,
+    q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None, group_name: str, is_causal: bool, *args: Any,
+    **kwargs: Any,
 ) -> int:  # fmt: skip
     """2 FLOPs × pairs × (3·D + 2·Dv): scores again, their gradient, and those of query, key and value."""
     pairs = _pairs(query, q_state, kv_state, group_name, is_causal)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from dtcp.attention.calls import own_tiles
 from dtcp.attention.comm import Exchange, Message, start_exchange
+from dtcp.attention.dropout import CallDropout, tile_dropout
 from dtcp.attention.kernels import Kernel, lse_dtype
+from dtcp.attention.kernels.math import MathKernel
 from dtcp.attention.merge import Partial, Sum
-from dtcp.attention.schedule import ring_schedule
+from dtcp.attention.schedule import RingStep, ring_schedule
 from dtcp.collectives import start_all_gather_rows, start_reduce_scatter_rows
 from dtcp.layout import SequenceLayout, Tile
 
@@ -35,10 +37,20 @@ class Call:
     is_causal: bool
     scale: float
     kernel: Kernel
+    dropout: CallDropout | None = None
 
     @property
     def rank(self) -> int:
         return self.group.rank()
+
+    def kernel_for(self, source: int, tile: Tile, heads: range) -> Kernel:
+        """What computes a tile with the keys of ``source``, for this rank's query heads ``heads``."""
+        if self.dropout is None:
+            return self.kernel
+        p, keys, first = self.dropout.p, self.dropout.keys, self.dropout.head_offset
+        positions = self.kv_layout.positions(source)[tile.kv_start : tile.kv_stop]
+        rows, heads = slice(tile.q_start, tile.q_stop), range(first + heads.start, first + heads.stop)
+        return MathKernel(tile_dropout(p, keys[:, rows], heads, positions))
 
     def tiles(self, source: int) -> tuple[Tile, ...]:
         """What this rank computes with the keys of ``source``."""
@@ -79,8 +91,8 @@ class Ring:
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         partial = _partial(query, value)
-        for _, tiles, source_key, source_value in self._rotate(call, key, value):
-            _attend(call, partial, query, source_key, source_value, tiles)
+        for _, step, source_key, source_value in self._rotate(call, key, value):
+            _attend(call, partial, query, step.source, source_key, source_value, step.tiles)
         return partial.result()
 
     def backward(
@@ -90,17 +102,18 @@ class Ring:
         schedule = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank)
         parts, arriving = grads.new_parts(2), grads.new_parts(1)[0]
         early, late = _halves_of_heads(key)
-        for step, tiles, source_key, source_value in self._rotate(call, key, value):
-            if step == 0:
-                grads.add_own(tiles, early)
+        for index, step, source_key, source_value in self._rotate(call, key, value):
+            if index == 0:
+                grads.add_own(step.tiles, early)
                 continue
             returning = None
-            if step > 1:
-                returning = self._start_return(call, step - 1, parts[(step - 1) % 2], arriving)
-            grads.add_part(tiles, source_key, source_value, parts[step % 2], schedule.steps[step].grad_rows)
+            if index > 1:
+                returning = self._start_return(call, index - 1, parts[(index - 1) % 2], arriving)
+            part = parts[index % 2]
+            grads.add_part(step.source, step.tiles, source_key, source_value, part, step.grad_rows)
             if returning:
                 returning.wait()
-                grads.add_returned(arriving, schedule.steps[step - 1].reader_rows)
+                grads.add_returned(arriving, schedule.steps[index - 1].reader_rows)
         last = call.layout.cp - 1
         # The last part has no step left to hide behind but the second half of the rank's own tiles.
         returning = self._start_return(call, last, parts[last % 2], arriving) if last else None
@@ -111,8 +124,8 @@ class Ring:
         return grads.query.total, grads.key.total, grads.value.total
 
     @staticmethod
-    def _rotate(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[int, tuple[Tile, ...], Tensor, Tensor]]:
-        """Yield (step, tiles, key, value) of each source; the next source is on its way meanwhile."""
+    def _rotate(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[int, RingStep, Tensor, Tensor]]:
+        """Yield (number, step, key, value) of each source; the next source is on its way meanwhile."""
         schedule = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank)
         held = _pack(key, value) if call.layout.cp > 1 else key.new_empty(0)
         incoming = torch.empty_like(held)
@@ -122,7 +135,7 @@ class Ring:
                 [Message(schedule.previous_rank, incoming[slice(*step.receive)])],
                 call.group,
             )
-            yield index, step.tiles, *((key, value) if index == 0 else _unpack(held, key.size(-1)))
+            yield index, step, *((key, value) if index == 0 else _unpack(held, key.size(-1)))
             exchange.wait()
             held, incoming = incoming, held
 
@@ -143,10 +156,10 @@ class AllGather:
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         partial = _partial(query, value)
         kv, gathering = start_all_gather_rows(_pack(key, value), call.group)
-        _attend(call, partial, query, key, value, call.tiles(call.rank))
+        _attend(call, partial, query, call.rank, key, value, call.tiles(call.rank))
         gathering.wait()
         for source, source_kv in self._others(call, kv):
-            _attend(call, partial, query, *_unpack(source_kv, key.size(-1)), call.tiles(source))
+            _attend(call, partial, query, source, *_unpack(source_kv, key.size(-1)), call.tiles(source))
         return partial.result()
 
     def backward(
@@ -160,7 +173,7 @@ class AllGather:
         grad_kv = torch.zeros_like(kv, dtype=grads.dtype)
         for (source, source_kv), (_, part) in zip(self._others(call, kv), self._others(call, grad_kv), strict=True):
             rows = call.layout.key_range(call.rank, source, is_causal=call.is_causal, kv_layout=call.kv_layout)
-            grads.add_part(call.tiles(source), *_unpack(source_kv, key.size(-1)), part, rows)
+            grads.add_part(source, call.tiles(source), *_unpack(source_kv, key.size(-1)), part, rows)
         returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
         grads.add_own(call.tiles(call.rank), late)
         scattering.wait()
@@ -197,17 +210,17 @@ class _Grads:
         if heads.start == heads.stop:
             return
         key, value = (x[:, heads] for x in self._own)
-        for keys, grad_key, grad_value in self._backward(tiles, key, value, heads):
+        for keys, grad_key, grad_value in self._backward(self._call.rank, tiles, key, value, heads):
             self.key.add(keys, grad_key, heads)
             self.value.add(keys, grad_value, heads)
 
     def add_part(
-        self, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, part: Tensor, rows: tuple[int, int]
+        self, source: int, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, part: Tensor, rows: tuple[int, int]
     ) -> None:
-        """Put the gradient of another rank's packed keys into the ``rows`` of ``part`` that the tiles read."""
+        """Put the gradient of the packed keys of ``source`` into the ``rows`` of ``part`` that the tiles read."""
         part[slice(*rows)].zero_()
         part_key, part_value = _unpack(part, key.size(-1))
-        for keys, grad_key, grad_value in self._backward(tiles, key, value, slice(None)):
+        for keys, grad_key, grad_value in self._backward(source, tiles, key, value, slice(0, key.size(1))):
             part_key[:, :, keys].add_(grad_key)
             part_value[:, :, keys].add_(grad_value)
 
@@ -219,15 +232,16 @@ class _Grads:
         self.value.add(keys, returned_value)
 
     def _backward(
-        self, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, heads: slice
+        self, source: int, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, heads: slice
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Add each tile's query gradient; yield its key slots, key gradient and value gradient."""
         group_size = self.query.total.size(1) // self.key.total.size(1)
-        query_heads = slice(*(bound and bound * group_size for bound in (heads.start, heads.stop)))
+        query_heads = slice(heads.start * group_size, heads.stop * group_size)
         grad_out, query, out, lse = (x[:, query_heads] for x in self._rows)
         for tile in tiles:
             rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
-            grad_query, grad_key, grad_value = self._call.kernel.backward(
+            kernel = self._call.kernel_for(source, tile, range(query_heads.start, query_heads.stop))
+            grad_query, grad_key, grad_value = kernel.backward(
                 grad_out[:, :, rows],
                 query[:, :, rows],
                 key[:, :, keys],
@@ -241,11 +255,15 @@ class _Grads:
             yield keys, grad_key, grad_value
 
 
-def _attend(call: Call, partial: Partial, query: Tensor, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
+def _attend(
+    call: Call, partial: Partial, query: Tensor, source: int, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]
+) -> None:
+    """Merge what the queries see in the keys of ``source``."""
     for tile in tiles:
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
+        kernel = call.kernel_for(source, tile, range(query.size(1)))
         with own_tiles:
-            out, lse = call.kernel.forward(
+            out, lse = kernel.forward(
                 query[:, :, rows], key[:, :, keys], value[:, :, keys], is_causal=tile.kind == "causal", scale=call.scale
             )
         partial.merge(rows, out, lse)

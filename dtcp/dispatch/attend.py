@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from dtcp.attention.api import prepare_inputs, report_refusal
+from dtcp.attention.dropout import CallDropout, check_call_keys, check_probability
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
+
+DROPOUT_CURE = (
+    "pass context_parallel(..., step=, rows=), of which the mask is made (or dtcp.dropout_keys to "
+    "dtcp.context_parallel_attention), or use 0.0"
+)
 
 
 class Settings(Protocol):
@@ -27,6 +33,7 @@ class Settings(Protocol):
     def kernel(self) -> str: ...
     @property
     def state(self) -> Tensor: ...
+    def take_dropout(self, dropout_p: float) -> CallDropout | None: ...
 
 
 def attend(
@@ -41,20 +48,42 @@ def attend(
     enable_gqa: bool,
 ) -> Tensor:
     """Return context parallel attention with the arguments of ``scaled_dot_product_attention``."""
+    dropout = frame.take_dropout(dropout_p) if dropout_p else None
+    missing = dropout_p if dropout is None else 0.0
+    return attend_with(frame, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, missing)
+
+
+def attend_with(
+    frame: Settings,
+    dropout: CallDropout | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    undone_p: float = 0.0,
+) -> Tensor:
+    """The same with given dropout; ``undone_p`` is a probability that there are no keys for, which is refused."""
     try:
-        check_options(query, key, attn_mask, dropout_p, is_causal)
+        check_options(query, key, attn_mask, undone_p, is_causal)
         unbatched = query.ndim == 3
         if unbatched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         query, key, value, scale = prepare_inputs(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd"
         )
-        kernel = _allowed_kernel(frame.kernel, query, max(query.size(-1), value.size(-1)))
+        if dropout is not None:
+            check_probability(dropout.p)
+            check_call_keys(dropout.keys, (query.size(0), query.size(1)))
+        dropout_p = 0.0 if dropout is None else dropout.p
+        kernel = _allowed_kernel(frame.kernel, query, max(query.size(-1), value.size(-1)), dropout_p)
     except (ValueError, NotImplementedError) as error:
         report_refusal(error, frame.group_name, query)
         raise
     out, _ = attention_forward(
-        query, key, value, frame.state, frame.state, frame.group_name, is_causal, scale, frame.strategy, kernel
+        query, key, value, frame.state, frame.state, frame.group_name, is_causal, scale, frame.strategy, kernel, dropout
     )
     out = out.transpose(1, 2)
     return out.squeeze(0) if unbatched else out
@@ -67,15 +96,22 @@ def check_options(
     dropout_p: float,
     is_causal: bool,
     where: str = "inside context_parallel",
+    dropout_cure: str = DROPOUT_CURE,
 ) -> None:
-    """Raise for arguments of ``scaled_dot_product_attention`` that a part of the sequence cannot be given."""
+    """Raise for arguments of ``scaled_dot_product_attention`` that a part of the sequence cannot be given.
+
+    Args:
+        dropout_p: Of a call that has no keys.
+    """
     if attn_mask is not None:
         raise NotImplementedError(
             f"attn_mask of shape {tuple(attn_mask.shape)} {where}: a mask over this rank's tokens "
             "cannot say what they see of other ranks, and masks over all keys are not available yet; use is_causal"
         )
     if dropout_p:
-        raise NotImplementedError(f"attention dropout is not available yet {where}, got dropout_p={dropout_p}; use 0.0")
+        raise NotImplementedError(
+            f"dropout_p={dropout_p} {where}: torch would draw a mask that depends on the mesh; {dropout_cure}"
+        )
     if is_causal and query.size(-2) != key.size(-2):
         raise ValueError(f"is_causal {where} needs as many keys as queries, got {key.size(-2)} and {query.size(-2)}")
 
@@ -96,22 +132,24 @@ def _enabled_kernels() -> tuple[str, ...]:
 _enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _allowed_kernel(kernel: str, query: Tensor, head_dim: int) -> str:
+def _allowed_kernel(kernel: str, query: Tensor, head_dim: int, dropout_p: float) -> str:
     """The kernel to use: the one asked for, or what ``sdpa_kernel([...])`` leaves, ``auto`` if it leaves all."""
     allowed = _enabled_kernels()
     if kernel != "auto":
         if kernel not in allowed:
             raise ValueError(f"kernel={kernel!r} was asked of context_parallel, but sdpa_kernel([...]) excludes it")
+        choose_kernel(kernel, query, head_dim, dropout_p=dropout_p)
         return kernel
     if len(allowed) == 4:
         return "auto"
     for name in allowed:
         try:
-            choose_kernel(name, query, head_dim)
+            choose_kernel(name, query, head_dim, dropout_p=dropout_p)
         except ValueError:
             continue
         return name
     raise ValueError(
         f"sdpa_kernel([...]) leaves {', '.join(allowed) or 'nothing'}, which cannot run this call on "
-        f"{query.device.type} in {query.dtype}; allow another backend"
+        f"{query.device.type} in {query.dtype}{f' with dropout_p={dropout_p}' if dropout_p else ''}; allow another "
+        "backend"
     )

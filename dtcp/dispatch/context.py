@@ -22,6 +22,8 @@ from dtcp.containers import named_tensors
 from dtcp.dispatch.buffers import LocalBuffers, refuse_graph
 from dtcp.dispatch.entry import entered
 from dtcp.dispatch.frames import Frame, current
+from dtcp.dropout import dropout_keys
+from dtcp.dropout_hash import keys_of_place, place_salt
 from dtcp.layout import SequenceLayout, make_layout
 from dtcp.shard import shard, unshard
 
@@ -76,6 +78,10 @@ def context_parallel(
     seq_len: int | None = None,
     multiple_of: int = 1,
     expected_attention_calls: int | None = None,
+    step: int | Tensor | None = None,
+    rows: Sequence[int] | Tensor | None = None,
+    dropout_seed: int | Tensor = 0,
+    head_offset: int = 0,
 ) -> Iterator[ContextParallelRegion]:
     """Make every ``F.scaled_dot_product_attention`` inside context parallel, and cut ``buffers`` for so long.
 
@@ -100,6 +106,13 @@ def context_parallel(
         seq_len: Tokens of the sequence, where there are no buffers to tell.
         multiple_of: Pad until S_local is a multiple of it: the tp degree, where the model is sequence parallel.
         expected_attention_calls: Raise at the end unless there were so many. None wants at least one.
+        step, rows, dropout_seed: What the masks of attention dropout (``dropout_p``) are made of, as in
+            ``dropout_keys``: the optimizer step, and the row of the global batch for each row held here. Without them
+            ``dropout_p`` is refused where the sequence is cut. Beside them an element's mask is a function of its
+            head, of the positions of query and key, and of the number of the call that drops among those of the
+            block; so calls have to come in one order on any mesh.
+        head_offset: Global index of the first query head, for those masks, where heads are cut (tensor parallelism)
+            and are no DTensors.
 
     Raises:
         ValueError: If buffers do not fit together, one needs a gradient, or an argument is unknown.
@@ -115,6 +128,7 @@ def context_parallel(
     sequence = make_layout(layout, seq_len=_sequence_length(listed, seq_len), cp=mesh.size(), multiple_of=multiple_of)
     local_buffers = _cut_buffers(listed, no_restore_buffers or (), mesh, sequence)
     counter = CallCounter()
+    region = ContextParallelRegion(mesh, sequence, counter)
     frame = Frame(
         group_name=mesh.get_group().group_name,
         layout=sequence,
@@ -124,12 +138,25 @@ def context_parallel(
         state=counter.state_of(sequence),
         is_plain=is_plain(sequence, sequence),
         buffers=local_buffers,
+        dropout_keys=_first_dropout_keys(dropout_seed, step, rows, region.positions),
+        head_offset=head_offset,
     )
     with entered(frame):
-        yield ContextParallelRegion(mesh, sequence, counter)
+        yield region
     local_buffers.release()
     if not frame.is_plain:
         _check_calls(counter.num_calls, expected_attention_calls)
+
+
+def _first_dropout_keys(seed: Any, step: Any, rows: Any, positions: Tensor) -> Tensor | None:
+    if (step is None) != (rows is None):
+        raise ValueError(
+            f"dropout needs both step and rows, got step={step!r} and rows={rows!r}; pass the optimizer step, and the "
+            "row of the global batch for each row held here: context_parallel(..., step=7, rows=[0, 1])"
+        )
+    if step is None or rows is None:
+        return None
+    return keys_of_place(dropout_keys(seed, step, rows, positions), place_salt("context_parallel"))
 
 
 def _list_buffers(buffers: Any, dims: Any, pad_values: Any) -> list[tuple[Any, int, float | None]]:

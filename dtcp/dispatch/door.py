@@ -39,7 +39,12 @@ def _kernel(
         out = attend_dtensors(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    elif frame is not None and not frame.is_plain and torch.is_inference_mode_enabled() and not is_traced(query):
+    elif (
+        frame is not None
+        and not frame.is_torchs(dropout_p)
+        and torch.is_inference_mode_enabled()
+        and not is_traced(query)
+    ):
         from dtcp.dispatch.attend import attend
 
         return attend(frame, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_global_tensor_info
 
 from dtcp.attention.api import prepare_inputs
+from dtcp.attention.dropout import CallDropout
 from dtcp.attention.ops import attention_forward
+from dtcp.attention.single import contiguous_state
 from dtcp.collectives import describe_axis
-from dtcp.dispatch.attend import attend, check_options
+from dtcp.dispatch.attend import attend_with, check_options
 from dtcp.dispatch.frames import Frame, current, is_traced
 from dtcp.dispatch.tagged import LayoutTensor, same_layout
-from dtcp.layout import make_layout
 
 _BATCH, _HEADS, _SEQUENCE = 0, 1, 2
 _NAMES = ("query", "key", "value")
@@ -48,7 +49,7 @@ def attend_dtensors(
     frame = current.frame
     if _TORCHS_OWN in DTensor._op_dispatcher._custom_op_handlers:  # torch's context_parallel, whose shards are its own
         return None
-    if frame is not None and not frame.is_plain:
+    if frame is not None and not frame.is_torchs(dropout_p):
         return attend_in_context(frame, *tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     is_cut, refusal = any(_is_cut_along_sequence(x) for x in tensors), _refusal(tensors)
     if not is_cut and (attn_mask is not None or dropout_p or refusal is not None):
@@ -61,7 +62,10 @@ def attend_dtensors(
         q, k, v = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         return _from_part(out, tensors)
-    check_options(query, key, attn_mask, dropout_p, is_causal, "with DTensors cut along the sequence")
+    where, cure = "with DTensors cut along the sequence", (
+        "give local tensors and keys to dtcp.context_parallel_attention(..., dropout_p=, dropout_keys=), or use 0.0"
+    )
+    check_options(query, key, attn_mask, dropout_p, is_causal, where, cure)
     call: Callable[..., Tensor] = _attend_tagged if isinstance(query, LayoutTensor) else _attend_plain
     return call(*tensors, is_causal, scale, enable_gqa)
 
@@ -73,13 +77,24 @@ def _empty_part(query: Any, value: Any) -> Tensor:
     return DTensor.from_local(query.to_local(), query.device_mesh, query.placements, shape=shape, stride=stride)
 
 
-def attend_in_context(frame: Frame, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-    """Inside ``context_parallel``, which says how the sequence is cut, DTensors may be cut over heads and rows.
-
-    ``options`` are what follows in ``attend``.
-    """
+def attend_in_context(
+    frame: Frame,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Inside ``context_parallel``, which says how the sequence is cut, DTensors may be cut over heads and rows."""
     names = frame.group_name, frame.strategy, frame.kernel
-    return attend_over_group(names, frame.state, query, key, value, *options)
+    dropout = frame.take_dropout(dropout_p) if dropout_p else None
+    missing = dropout_p if dropout is None else 0.0
+    return attend_over_group(
+        names, frame.state, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, missing
+    )
 
 
 class _Settings(NamedTuple):
@@ -88,18 +103,42 @@ class _Settings(NamedTuple):
     kernel: str
     state: Tensor
 
+    def take_dropout(self, dropout_p: float) -> CallDropout | None:
+        return None
+
 
 @torch.compiler.allow_in_graph  # Dynamo cannot compare placements; what it has to guard is read from the frame above
 def attend_over_group(
-    names: tuple[str, str, str], state: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
+    names: tuple[str, str, str],
+    state: Tensor,
+    dropout: tuple[float, Tensor, int, str] | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *options: Any,
 ) -> Tensor:
-    """``attend`` with DTensors: (group_name, strategy, kernel) and the layout come from a context or a plan."""
+    """``attend_with`` with DTensors: (group_name, strategy, kernel) and the layout come from a context or a plan.
+
+    ``options`` are what follows in ``attend_with``; keys of dropout are those of the rows and queries held here.
+    """
     settings, tensors = _Settings(*names, state), (query, key, value)
     refusal = _refusal(tensors, settings.group_name)
     if refusal is not None:
         raise refusal
+    if dropout is not None:
+        dropout = CallDropout(*dropout[:3], _head_axis(query))
     parts = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
-    return _from_part(attend(settings, *parts, *options), tensors)
+    return _from_part(attend_with(settings, dropout, *parts, *options), tensors)
+
+
+def _head_axis(query: Any) -> str:
+    """The mesh axis over which heads are cut, for dropout, which has to know them; "" if they are not."""
+    mesh = query.device_mesh
+    axes = [axis for axis, p in enumerate(query.placements) if p.is_shard(_HEADS) and mesh.size(axis) > 1]
+    if len(axes) > 1:
+        names = " and ".join(_axis_name(mesh, axis) for axis in axes)
+        raise NotImplementedError(f"dropout_p with heads cut over {len(axes)} mesh axes, {names}; cut them over one")
+    return describe_axis(mesh, axes[0]) if axes else ""
 
 
 def _attend_plain(
@@ -122,7 +161,7 @@ def _attend_plain(
         # The op wants as many slots on each rank. The last ranks of an uneven DTensor have fewer tokens, or none.
         slots = -(-seq_len // cp)
         parts.append(F.pad(local, (0, 0, 0, slots - local.size(_SEQUENCE))) if seq_len % cp else local)
-    q_state, kv_state = (_contiguous_state(int(x.size(_SEQUENCE)), cp, is_compiled) for x in (query, key))
+    q_state, kv_state = (contiguous_state(int(x.size(_SEQUENCE)), cp, is_traced=is_compiled) for x in (query, key))
     q, k, v, scale = prepare_inputs(*parts, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
     out, _ = attention_forward(q, k, v, q_state, kv_state, group_name, is_causal, scale, "ring", "auto")
     out, seq_len = out.transpose(1, 2), int(query.size(_SEQUENCE))
@@ -144,23 +183,6 @@ def _attend_tagged(
         q, k, v, query.state, kv_state, tag.group_name, is_causal, scale, tag.strategy, tag.kernel
     )
     return query.with_local(out.transpose(1, 2), query, key, value)
-
-
-def _contiguous_state(seq_len: int, cp: int, is_compiled: bool) -> Tensor:
-    if is_compiled:  # beside fake tensors a real one has no place
-        return contiguous_state(seq_len, cp)
-    return make_layout("contiguous", seq_len=seq_len, cp=cp).state
-
-
-@torch.library.custom_op("dtcp::contiguous_state", mutates_args=())
-def contiguous_state(seq_len: int, cp: int) -> Tensor:
-    """``make_layout("contiguous", …).state``, made when a compiled graph runs."""
-    return make_layout("contiguous", seq_len=seq_len, cp=cp).state.clone()
-
-
-@contiguous_state.register_fake
-def _(seq_len: int, cp: int) -> Tensor:
-    return torch.empty(5, dtype=torch.int64, device="cpu")
 
 
 def _from_part(part: Tensor, inputs: Sequence[Any], *, seq_len: int | None = None) -> Tensor:

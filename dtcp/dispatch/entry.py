@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from dtcp.dispatch.frames import Frame, current
 from dtcp.dispatch.redirect import redirected_attention
 from dtcp.recompute import Restore, captures_state, restores_absence
@@ -54,9 +56,20 @@ def _reenter_current_frame() -> Restore:
     frame = current.frame
     if frame is None:
         return _left
+    dropout_keys = frame.dropout_keys
 
-    def restore() -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if current.frame is frame else _exchanged(frame)
+    @contextlib.contextmanager
+    def restore() -> Iterator[None]:
+        with contextlib.nullcontext() if current.frame is frame else _exchanged(frame):
+            # The reentrant kind restores around its forward too, without gradients: that goes on counting.
+            if dropout_keys is None or not torch.is_grad_enabled():
+                yield
+                return
+            later, frame.dropout_keys = frame.dropout_keys, dropout_keys
+            try:
+                yield
+            finally:
+                frame.dropout_keys = later
 
     return restore
 

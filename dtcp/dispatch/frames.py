@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dtcp.attention.calls import CallCounter
+from dtcp.attention.dropout import CallDropout
 from dtcp.dispatch.buffers import LocalBuffers
+from dtcp.dropout_hash import keys_of_place
 from dtcp.layout import SequenceLayout
 
 
@@ -23,6 +25,8 @@ class Frame:
     Attributes:
         state: The layout and the number of ``counter``, for the attention op.
         is_plain: Nothing is cut (one rank): calls are torch's own.
+        dropout_keys: int64 (B, S_local) of the next call that drops weights; None if nobody told step and rows.
+        head_offset: Global index of the first head here.
     """
 
     group_name: str
@@ -33,6 +37,25 @@ class Frame:
     state: Tensor
     is_plain: bool
     buffers: LocalBuffers
+    dropout_keys: Tensor | None = None
+    head_offset: int = 0
+
+    def is_torchs(self, dropout_p: float) -> bool:
+        """Whether a call is torch's own: nothing is cut, and no mask has to be the one that it is on other meshes."""
+        return self.is_plain and not (dropout_p and self.dropout_keys is not None)
+
+    def take_dropout(self, dropout_p: float) -> CallDropout | None:
+        """Return what a call drops, None if it is not known; the next call drops others.
+
+        Modules have no names here, so calls are told apart by their order: the keys of one are made of those of the
+        call before. A tensor, not a number: a graph is good for every call. Recomputation begins with the keys that
+        its forward began with.
+        """
+        keys = self.dropout_keys
+        if keys is None:
+            return None
+        self.dropout_keys = keys_of_place(keys, 1)
+        return CallDropout(dropout_p, keys, self.head_offset)
 
 
 class Entry:

@@ -44,7 +44,7 @@ def redirected(
 ) -> Tensor:
     """What Dynamo traces in the place of ``scaled_dot_product_attention``."""
     frame = current.frame
-    if frame is None or frame.is_plain:
+    if frame is None or frame.is_torchs(dropout_p):
         # The operator, not the builtin, which would bring Dynamo here again.
         return _operator(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
@@ -69,7 +69,7 @@ def _kernel(
     """The operator's kernel while a context is active somewhere, or for good where several threads attend."""
     registrations.note_call()
     frame = current.frame
-    if frame is None or frame.is_plain:
+    if frame is None or frame.is_torchs(dropout_p):
         if frame is not None and not is_traced(query):
             frame.counter.num_calls += 1
         return _operator.decompose(

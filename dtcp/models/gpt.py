@@ -31,7 +31,8 @@ class GPTConfig:
         ffn_dim: Hidden width of the feed-forward; None is ``4 * dim``.
         dropout: Probability of dropping an element of the embedding and of what each block adds. The published models
             were trained with 0.1.
-        attention_dropout: Has to be 0: attention weights are never formed.
+        attention_dropout: Probability of dropping an attention weight; above 0 attention is slower, since its weights
+            are formed, see `ScaledDotProductAttention`.
         norm_eps: Added to the variance in LayerNorm.
         tie_weights: The head uses the token embedding's weight.
         init_std: Standard deviation of the initial weights; residual outputs have it divided by ``sqrt(2 num_layers)``.
@@ -61,12 +62,12 @@ class GPTConfig:
             ffn_dim=self.hidden_dim,
         )
         check_divides("num_heads", self.num_heads, "dim", self.dim)
-        check_fraction(dropout=self.dropout)
-        if self.attention_dropout != 0:
-            raise NotImplementedError(
-                f"attention_dropout is not supported, got {self.attention_dropout}; "
-                "use attention_dropout=0 and the hidden dropout=..."
-            )
+        check_fraction(dropout=self.dropout, attention_dropout=self.attention_dropout)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a forward drops anything in training."""
+        return self.dropout > 0 or self.attention_dropout > 0
 
     @property
     def head_dim(self) -> int:
@@ -112,16 +113,16 @@ class GPTAttention(nn.Module):
         self.key = nn.Linear(config.dim, config.dim)
         self.value = nn.Linear(config.dim, config.dim)
         self.output = nn.Linear(config.dim, config.dim)
-        self.sdpa = ScaledDotProductAttention()
+        self.sdpa = ScaledDotProductAttention(config.attention_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, S, dim) to (B, S, dim)."""
+    def forward(self, x: Tensor, *dropout_keys: Tensor | None) -> Tensor:
+        """(B, S, dim) to (B, S, dim); keys are (B, S), and given only where attention weights are dropped."""
         # -1: the number of heads is what the projection returns, which may be a share of them.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        return self.output(self.sdpa(query, key, value).transpose(1, 2).flatten(2))
+        return self.output(self.sdpa(query, key, value, *dropout_keys).transpose(1, 2).flatten(2))
 
 
 class GPTFeedForward(nn.Module):
@@ -144,6 +145,7 @@ class GPTBlock(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.attention = GPTAttention(config)
+        self.drops_weights = config.attention_dropout > 0
         self.attention_residual_dropout = Dropout(config.dropout)
         self.feed_forward_norm = nn.LayerNorm(config.dim, config.norm_eps)
         self.feed_forward = GPTFeedForward(config)
@@ -151,7 +153,9 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         """(B, S, dim) to (B, S, dim); keys are (B, S)."""
-        x = x + self.attention_residual_dropout(self.attention(self.attention_norm(x)), dropout_keys)
+        # Not otherwise: whoever puts an attention of their own there need not know of keys.
+        keys = (dropout_keys,) if self.drops_weights else ()
+        x = x + self.attention_residual_dropout(self.attention(self.attention_norm(x), *keys), dropout_keys)
         return x + self.feed_forward_residual_dropout(self.feed_forward(self.feed_forward_norm(x)), dropout_keys)
 
 
@@ -209,7 +213,7 @@ class GPT(ModelWithDropout):
         if not is_embedded:
             check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
-        if dropout_keys is None and self.training and self.config.dropout > 0:
+        if dropout_keys is None and self.training and self.config.has_dropout:
             dropout_keys = self.keys_of(positions, tokens.size(0))
         x = tokens if is_embedded else self._embed(tokens, positions, dropout_keys)
         for block in self.layers.values():

@@ -96,7 +96,7 @@ def to_hf_config(config: LlamaConfig | GPTConfig, *, max_seq_len: int, dtype: to
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
         "initializer_range": config.init_std,
-        "attention_dropout": 0.0,
+        "attention_dropout": config.attention_dropout,
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -233,7 +233,7 @@ def check_hf_config(config: object, folder: Path) -> None:
     differing = [
         f"{key} is {theirs[key]} there and {ours[key]} here"
         for key in theirs
-        if key not in ("init_std", "qk_init_scale") and theirs[key] != ours[key]
+        if key not in ("init_std", "qk_init_scale", "attention_dropout") and theirs[key] != ours[key]
     ]
     if differing:
         raise ValueError(f"{folder} holds another model: {'; '.join(differing)}; set the model's fields to those there")

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtcp.dropout import ModelWithDropout, name_dropouts
 from dtcp.models.attention import ScaledDotProductAttention
-from dtcp.models.config import check_divides, check_positive, training_flops_per_token
+from dtcp.models.config import check_divides, check_fraction, check_positive, training_flops_per_token
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Init, initialize
 from dtcp.models.inputs import check_tokens, is_residual_stream, resolve_positions
@@ -31,6 +32,8 @@ class LlamaConfig:
         ffn_dim: Hidden width of SwiGLU.
         rope_theta: Base of the rotary wavelengths.
         rope_scaling: Llama 3.1's stretch, or None.
+        attention_dropout: Probability of dropping an attention weight, see `ScaledDotProductAttention`. The published
+            models were trained without.
         norm_eps: Added to the mean square in RMSNorm.
         tie_weights: The head uses the token embedding's weight.
         init_std: Standard deviation of the initial weights, truncated at 3; residual outputs are scaled by depth.
@@ -45,6 +48,7 @@ class LlamaConfig:
     ffn_dim: int
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
+    attention_dropout: float = 0.0
     norm_eps: float = 1e-5
     tie_weights: bool = False
     init_std: float = 0.02
@@ -61,8 +65,14 @@ class LlamaConfig:
         )
         check_divides("num_heads", self.num_heads, "dim", self.dim)
         check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        check_fraction(attention_dropout=self.attention_dropout)
         if self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head dim, got dim/num_heads = {self.head_dim}")
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a forward drops anything in training."""
+        return self.attention_dropout > 0
 
     @property
     def head_dim(self) -> int:
@@ -101,17 +111,17 @@ class LlamaAttention(nn.Module):
         self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.output = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.sdpa = ScaledDotProductAttention()
+        self.sdpa = ScaledDotProductAttention(config.attention_dropout)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """(B, S, dim) to (B, S, dim)."""
+    def forward(self, x: Tensor, positions: Tensor, *dropout_keys: Tensor | None) -> Tensor:
+        """(B, S, dim) to (B, S, dim); keys are (B, S), and given only where attention weights are dropped."""
         # -1: the number of heads is what the projection returns, which may be a share of them.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
         query, key = self.rotary(query, key, positions)
-        return self.output(self.sdpa(query, key, value).transpose(1, 2).flatten(2))
+        return self.output(self.sdpa(query, key, value, *dropout_keys).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -138,13 +148,13 @@ class LlamaBlock(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = SwiGLU(config)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, *dropout_keys: Tensor | None) -> Tensor:
         """(B, S, dim) to (B, S, dim); positions are int64 (B, S) or (S,)."""
-        x = x + self.attention(self.attention_norm(x), positions)
+        x = x + self.attention(self.attention_norm(x), positions, *dropout_keys)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Llama(nn.Module):
+class Llama(ModelWithDropout):
     """A Llama that returns logits.
 
     ``layers`` is a ``ModuleDict`` keyed "0", "1", ...: a block keeps its name, and so its initial weights, when others
@@ -158,11 +168,13 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): LlamaBlock(config) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
+        name_dropouts(self)
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
         *,
         head_fn: Callable[..., Tensor] | None = None,
         head_inputs: Tensor | None = None,
@@ -172,6 +184,7 @@ class Llama(nn.Module):
         Args:
             tokens: int64 (B, S); or, where other stages of a pipeline hold the layers before, their (B, S, dim).
             positions: Global position of each token, int64 (B, S) or (S,); pad slots take 0. None: ``arange(S)``.
+            dropout_keys: As of a `GPT`; read only if attention weights are dropped.
             head_fn: Called in place of the head with the last hidden states (B, S, dim) and the head's weight
                 (vocab_size, dim), tied or not: a loss that never holds all logits. Here, because only inside this
                 forward a weight that FSDP2 has sharded is whole.
@@ -181,15 +194,21 @@ class Llama(nn.Module):
             (B, S, vocab_size) in the parameters' dtype; with ``head_fn``, what that returns.
 
         Raises:
-            ValueError: For another shape or dtype; for token ids out of range where `check_tokens` can see them.
+            ValueError: For another shape or dtype; for token ids out of range where `check_tokens` can see them. For
+                dropout on several ranks that was told neither keys nor step and rows.
         """
         is_embedded = is_residual_stream(tokens)
         if not is_embedded:
             check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens)
+        keys: tuple[Tensor | None, ...] = ()
+        if self.config.has_dropout:
+            if dropout_keys is None and self.training:
+                dropout_keys = self.keys_of(positions, tokens.size(0))
+            keys = (dropout_keys,)
         x = tokens if is_embedded else self.token_embedding(tokens)
         for block in self.layers.values():
-            x = block(x, positions)
+            x = block(x, positions, *keys)
         if self.final_norm is None:  # other stages hold the layers after
             return x
         x = self.final_norm(x)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,14 @@ import dtcp.attention.sharding  # DTensor is loaded here: teach it the attention
 import dtcp.dispatch.entry  # noqa: F401  # what it remembers at a checkpoint, also at those before the first context
 from dtcp.attention.api import is_plain, prepare_inputs, report_refusal
 from dtcp.attention.arguments import check_format, check_strategy
+from dtcp.attention.dropout import CallDropout, check_probability
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.ops import attention_forward
 from dtcp.attention.reference import reference_attention
 from dtcp.collectives import check_mesh
 from dtcp.dispatch.dtensors import attend_over_group
 from dtcp.dispatch.frames import current
-from dtcp.dropout import ModelWithDropout
+from dtcp.dropout import AttentionDropout, ModelWithDropout
 from dtcp.dtensor import is_dtensor
 from dtcp.layout import SequenceLayout
 from dtcp.parallelize.unmatched import refuse_unmatched_entries
@@ -50,6 +52,9 @@ class ContextParallel(ParallelStyle):
     ``set_sequence(model, layout)`` before each step. The module takes and gives (B, H, S_local, D) in layout
     order, or (B, S_local, H, D) with ``qkv_format="bshd"``; query heads may be a multiple of key heads. With one
     cp rank its own forward runs. A plan key that matches no module is a ValueError of ``parallelize_module``.
+
+    A module that is an `AttentionDropout`, as those of the models here are, takes the tokens' keys as a fourth argument
+    ``dropout_keys`` and drops the same weights on any mesh.
 
     Args:
         strategy, kernel, qkv_format: As in ``context_parallel_attention``.
@@ -90,6 +95,8 @@ class ContextParallel(ParallelStyle):
                 "replaces it), which would hide the context parallel one; apply the plan before, or undo it: "
                 "del module.forward"
             )
+        if isinstance(module, AttentionDropout):
+            _check_dropout(module, self.kernel)
         _check_own_forward(module, is_causal, self.scale, self.qkv_format)
         group_name = device_mesh.get_group().group_name
         module._dtcp_plan = _Plan(group_name, device_mesh.size(), self.is_causal, self.strategy, self.kernel)  # type: ignore[assignment]
@@ -101,6 +108,15 @@ class ContextParallel(ParallelStyle):
 
 
 refuse_unmatched_entries(ContextParallel)
+
+
+def _check_dropout(module: AttentionDropout, kernel: str) -> None:
+    check_probability(module.p)
+    if module.p > 0 and kernel not in ("auto", "math"):
+        raise ValueError(
+            f"ContextParallel(kernel={kernel!r}) for {type(module).__name__} with dropout {module.p}: that kernel "
+            "draws its masks, which would depend on the mesh; use kernel='auto' or 'math', or dropout 0"
+        )
 
 
 def _check_own_forward(module: nn.Module, is_causal: bool, scale: float | None, qkv_format: str) -> None:
@@ -123,7 +139,8 @@ def _check_own_forward(module: nn.Module, is_causal: bool, scale: float | None, 
     is_swapped = qkv_format == "bshd"
     inputs = [x.transpose(1, 2) if is_swapped else x for x in (query, key, value)]
     try:
-        with torch.no_grad():
+        # In training, where it may drop; but for what we drop by given keys.
+        with torch.no_grad(), _training(module, not isinstance(module, AttentionDropout)):
             out = type(module).forward(module, *inputs)
     except Exception:
         return
@@ -134,8 +151,20 @@ def _check_own_forward(module: nn.Module, is_causal: bool, scale: float | None, 
     raise ValueError(
         f"ContextParallel takes the place of the forward of {name}, which is not attention alone with is_causal="
         f"{is_causal} and scale={'1/√D' if scale is None else scale}: on a small example it gives something else; say "
-        f"is_causal= and scale= as it attends, or {cure}"
+        f"is_causal= and scale= as it attends, derive its class from dtcp.AttentionDropout if it drops, or {cure}"
     )
+
+
+@contextlib.contextmanager
+def _training(module: nn.Module, mode: bool) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    for part, _ in modes:
+        part.training = mode
+    try:
+        yield
+    finally:
+        for part, was in modes:
+            part.training = was
 
 
 class _ContextParallelModule(nn.Module):
@@ -162,9 +191,10 @@ class _ContextParallelModule(nn.Module):
         is_causal = self._dtcp_plan.is_causal
         return bool(self.is_causal) if is_causal is None else is_causal
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         if self._dtcp_is_plain:
-            return super().forward(query, key, value)
+            # Only a module that may drop takes keys.
+            return super().forward(query, key, value, *() if dropout_keys is None else (dropout_keys,))
         if self._dtcp_state is None:
             raise RuntimeError(
                 f"{type(self).__name__} does not know the sequence; call dtcp.set_sequence(model, layout) before the "
@@ -175,28 +205,45 @@ class _ContextParallelModule(nn.Module):
             state = _state_in_context(plan, state)
             refuse_ddp(plan.group_name)
         if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
-            return self._attend_dtensors(query, key, value)
+            return self._attend_dtensors(query, key, value, dropout_keys)
         try:
             query, key, value, scale = prepare_inputs(
                 query, key, value, scale=self._dtcp_scale, enable_gqa=True, qkv_format=self._dtcp_format
             )
+            dropout = self._dtcp_dropout(dropout_keys, query)
         except (ValueError, NotImplementedError) as error:
             report_refusal(error, plan.group_name, query)
             raise
         out, _ = attention_forward(
-            query, key, value, state, state, plan.group_name, self._dtcp_is_causal, scale, plan.strategy, plan.kernel
-        )
+            query, key, value, state, state, plan.group_name, self._dtcp_is_causal, scale, plan.strategy, plan.kernel,
+            dropout,
+        )  # fmt: skip
         return out.transpose(1, 2) if self._dtcp_format == "bhsd" else out
 
-    def _attend_dtensors(self, *tensors: Tensor) -> Tensor:
+    def _dtcp_dropout(self, keys: Tensor | None, query: Tensor) -> CallDropout | None:
+        """What a call of ``query`` (B, S_local, Hq, D) drops."""
+        if not isinstance(self, AttentionDropout):
+            if keys is not None:
+                raise ValueError(
+                    f"dropout_keys for {type(self).__name__}, which is no AttentionDropout and drops nothing; derive "
+                    "its class from dtcp.AttentionDropout, or leave them out"
+                )
+            return None
+        keys = self.call_keys(keys, query)
+        return None if keys is None else CallDropout(self.p, keys, self.head_shard * query.size(2))
+
+    def _attend_dtensors(self, query: Tensor, key: Tensor, value: Tensor, dropout_keys: Tensor | None) -> Tensor:
         """Each rank its heads and rows."""
         is_swapped = self._dtcp_format == "bshd"
-        query, key, value = (x.transpose(1, 2) for x in tensors) if is_swapped else tensors
+        by_position = query if is_swapped else query.transpose(1, 2)
+        dropout = self._dtcp_dropout(dropout_keys, by_position.to_local())  # type: ignore[attr-defined]
+        if is_swapped:
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         plan, state = self._dtcp_plan, self._dtcp_state
         assert state is not None
         names = plan.group_name, plan.strategy, plan.kernel
         out = attend_over_group(
-            names, state, query, key, value, None, 0.0, self._dtcp_is_causal, self._dtcp_scale, True
+            names, state, dropout, query, key, value, None, self._dtcp_is_causal, self._dtcp_scale, True
         )
         return out.transpose(1, 2) if is_swapped else out
 
@@ -244,8 +291,8 @@ def set_sequence(
     Args:
         layout: Who holds which tokens of the sequence.
         documents: Not available yet.
-        step: Optimizer step, for models whose forward computes the keys of their `Dropout` modules; ``dropout_seed``
-            of the model is their seed. None, without rows: dropout is told nothing.
+        step: Optimizer step, for models whose forward computes the keys of their `Dropout` modules, and of what drops
+            attention weights; ``dropout_seed`` of the model is their seed. None, without rows: dropout is told nothing.
         rows: Rows of the global batch that this rank holds, for the same. None: rows 0 to B - 1, all that there are.
 
     Raises:

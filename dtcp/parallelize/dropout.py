@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtcp.dropout import Dropout
+from dtcp.dropout import AttentionDropout, Dropout
 from dtcp.dtensor import is_dtensor
 
 
@@ -51,3 +51,20 @@ def _part(x: Tensor, keys: Tensor, rank: int, num_ranks: int) -> Tensor:
             f"sequence, with S a multiple of {num_ranks}"
         )
     return keys.narrow(1, rank * x.size(1), x.size(1))
+
+
+class HeadParallelDropout(ParallelStyle):
+    """Tell a module that attends which heads a rank has, where they are cut: the mask of a weight is that of its head.
+
+    ``{"layers.*.attention.sdpa": HeadParallelDropout()}`` beside projections that are column parallel. Every rank has
+    as many heads. The module is an `AttentionDropout`, as those of the models here are.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, AttentionDropout):
+            raise ValueError(
+                f"HeadParallelDropout is for an AttentionDropout, got {type(module).__name__}; use "
+                "dtcp.models.attention.ScaledDotProductAttention, or a class derived from dtcp.AttentionDropout"
+            )
+        module.head_shard = device_mesh.get_local_rank()
+        return module

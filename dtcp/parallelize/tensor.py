@@ -26,11 +26,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dtcp.dropout import AttentionDropout
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
 from dtcp.models.head import TiedHead
 from dtcp.models.titan_config import is_titan_llama3
-from dtcp.parallelize.dropout import SequenceParallelDropout
+from dtcp.parallelize.dropout import HeadParallelDropout, SequenceParallelDropout
 from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
 from dtcp.parallelize.unmatched import refuse_unmatched_keys
 
@@ -68,8 +69,9 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
         cut = Shard(-1) if sequence_parallel else Replicate()
         plan["position_embedding"] = ReplicatedParameters(input_layout=Replicate(), desired_input_layout=cut)
     norm = ReplicatedParameters(input_layout=stream)
-    # A Llama's attention is also given the positions, of which every rank needs all.
-    more = () if isinstance(model, GPT) else (None,)
+    drops_weights = model.config.attention_dropout > 0
+    # A Llama's attention is also given the positions, and where it drops the keys, of which every rank needs all.
+    more = (None,) * (isinstance(model, Llama) + drops_weights)
     plan |= {
         "layers.*.attention_norm": norm,
         **_columns("layers.*.attention", ("query", "key", "value"), sequence_parallel, *more),
@@ -83,6 +85,8 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     if isinstance(model, GPT) and sequence_parallel:  # else every rank drops elements of all positions, the same ones
         names = ("embedding_dropout", "layers.*.attention_residual_dropout", "layers.*.feed_forward_residual_dropout")
         plan |= {name: SequenceParallelDropout() for name in names}
+    if drops_weights:
+        plan["layers.*.attention.sdpa"] = HeadParallelDropout()
     return plan
 
 
@@ -116,6 +120,7 @@ def apply_tensor_parallel(
     _check_model(model, dims.tp)
     refuse_unmatched_keys(model, plan)
     parallelize_module(model, dims.view("tp"), dict(plan))
+    _check_heads_are_told(model, dims)
     _complete_gradients(model)
 
 
@@ -219,6 +224,16 @@ def _check_model(model: nn.Module, tp: int) -> None:
             raise NotImplementedError(
                 f"tensor parallelism cannot take nn.Dropout, got p={module.p} in {name}: each rank would draw a mask "
                 "of its own; use dtcp.Dropout, whose mask does not depend on the mesh, or p=0"
+            )
+
+
+def _check_heads_are_told(model: nn.Module, dims: ParallelDims) -> None:
+    for name, module in model.named_modules():
+        is_told = not isinstance(module, AttentionDropout) or "head_shard" in vars(module)
+        if not is_told and module.p > 0:
+            raise ValueError(
+                f"attention dropout at tp={dims.tp} has to know which heads a rank has, got p={module.p} in {name} and "
+                f"no HeadParallelDropout for it in the plan; add {{'{name}': dtcp.HeadParallelDropout()}}"
             )
 
 

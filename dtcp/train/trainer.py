@@ -195,7 +195,7 @@ class Trainer:
     def inputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return what the model takes beside the tokens, (B, S_local) each."""
         inputs = {"positions": microbatch.positions}
-        if getattr(self.model_config, "dropout", 0.0) > 0:
+        if getattr(self.model_config, "has_dropout", False):
             # Of the step to come: a second forward before it drops the same elements.
             seed, rows = self.config.debug.seed, microbatch.row_indices
             inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.positions)

@@ -61,19 +61,28 @@ _BY_DEVICE: dict[str, tuple[Kernel, ...]] = {
 }
 
 
-def choose_kernel(name: str, query: Tensor, head_dim: int, scale: float = 1.0) -> Kernel:
+def choose_kernel(name: str, query: Tensor, head_dim: int, scale: float = 1.0, dropout_p: float = 0.0) -> Kernel:
     """Return the kernel ``name`` for inputs like ``query``; ``auto`` takes the first that can run them.
 
     Args:
         query: Anything with the dtype and device of the call.
         head_dim: The larger of D and Dv.
         scale: Of the scores. Torch's fused kernels give NaN under a causal mask unless it is positive.
+        dropout_p: Fused kernels draw their masks, which would depend on the mesh: above 0 only ``math`` can run.
 
     Raises:
         ValueError: If the name is unknown, or the kernel asked for cannot run these inputs. An explicit
             choice never falls back.
     """
     available = _BY_DEVICE.get(query.device.type, (_MATH,))
+    if dropout_p:
+        if name in ("flash", "efficient", "cudnn"):
+            raise ValueError(
+                f"kernel={name!r} draws its dropout masks, which would depend on the mesh, got dropout_p={dropout_p}; "
+                "use kernel='math' (or 'auto', which takes it), or dropout_p=0.0"
+            )
+        if name == "auto":
+            return _MATH
     if not scale > 0:
         if name in ("flash", "efficient", "cudnn"):
             raise ValueError(f"kernel={name!r} needs a positive scale, got {scale}; use kernel='auto' or 'math'")

@@ -1,0 +1,64 @@
+"""Attention of a rank that holds the whole sequence, by the same ops: where torch's own would draw a dropout mask.
+
+Shapes: query (B, Hq, S, D), key (B, Hkv, S_kv, D), value (B, Hkv, S_kv, Dv).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtcp.attention.api import prepare_inputs
+from dtcp.attention.dropout import CallDropout, check_call_keys, check_probability
+from dtcp.attention.ops import attention_forward
+from dtcp.collectives import ALONE
+from dtcp.layout import make_layout
+
+
+def single_rank_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: CallDropout,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention that drops weights as it does where the sequence is cut. No process group is needed.
+
+    Raises:
+        ValueError: If the inputs do not fit together.
+    """
+    query, key, value, scale = prepare_inputs(query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
+    if is_causal and query.size(1) != key.size(1):
+        raise ValueError(f"is_causal needs as many keys as queries, got {key.size(1)} and {query.size(1)}")
+    check_probability(dropout.p)
+    check_call_keys(dropout.keys, (query.size(0), query.size(1)))
+    q_state, kv_state = (contiguous_state(x.size(1), 1) for x in (query, key))
+    out, _ = attention_forward(
+        query, key, value, q_state, kv_state, ALONE.group_name, is_causal, scale, "ring", "math", dropout
+    )
+    return out.transpose(1, 2)
+
+
+def contiguous_state(seq_len: int, cp: int, *, is_traced: bool = False) -> Tensor:
+    """Return ``make_layout("contiguous", …).state``.
+
+    Args:
+        is_traced: Whether a graph is being made of fake tensors, beside which a real one has no place.
+    """
+    if is_traced or torch.compiler.is_compiling():
+        return contiguous_state_op(seq_len, cp)
+    return make_layout("contiguous", seq_len=seq_len, cp=cp).state
+
+
+@torch.library.custom_op("dtcp::contiguous_state", mutates_args=())
+def contiguous_state_op(seq_len: int, cp: int) -> Tensor:
+    """The same, made when a compiled graph runs."""
+    return make_layout("contiguous", seq_len=seq_len, cp=cp).state.clone()
+
+
+@contiguous_state_op.register_fake
+def _(seq_len: int, cp: int) -> Tensor:
+    return torch.empty(5, dtype=torch.int64, device="cpu")
