@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +111,8 @@ def small_job(config: DoctorJobConfig) -> DoctorJobConfig:
     for name in ("seq_len", "rows"):
         if (value := getattr(doctor, name)) is not None and value < 1:
             raise ValueError(f"doctor.{name} has to be at least 1, got {value}; null chooses one")
+    if doctor.json is not None and not Path(doctor.json).parent.is_dir():
+        raise ValueError(f"doctor.json={doctor.json} is in a folder that does not exist; make it first")
     dims = ParallelDims(**dataclasses.asdict(config.mesh))
     num_readers, num_microbatches = dims.dp_replicate * dims.dp_shard, _num_microbatches(config, dims.pp)
     rows = doctor.rows or num_readers * num_microbatches * (1 if num_readers * num_microbatches > 1 else 2)

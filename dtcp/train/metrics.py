@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Any
 
 import torch
 from rich.console import Console
@@ -46,6 +46,27 @@ class StepMetrics:
     tflops_per_device: float
     mfu: float | None  # share of the device's peak; None where that is unknown
     memory_gib: float  # peak of this rank: of the device, or the process's resident memory on CPU
+
+
+def speed(
+    num_tokens: int, seconds: float, num_devices: int, flops_per_token: int, device: torch.device
+) -> dict[str, Any]:
+    """Return those fields of `StepMetrics` that say how fast a step was, and the memory of this rank.
+
+    Args:
+        num_tokens: Of the step, over all ranks.
+        device: This rank's.
+    """
+    per_device = num_tokens / seconds / num_devices
+    peak = peak_flops(device)
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": num_tokens / seconds,
+        "tokens_per_second_per_device": per_device,
+        "tflops_per_device": per_device * flops_per_token / 1e12,
+        "mfu": None if peak is None else per_device * flops_per_token / peak,
+        "memory_gib": peak_memory_gib(device),
+    }
 
 
 class MetricsLog:

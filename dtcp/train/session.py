@@ -9,17 +9,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
-from dtcp.train.config import Device
+from dtcp.train.config import Device, to_job_config
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError)
 """What a wrong configuration or a full disk raises: told in one line, not by a traceback."""
@@ -45,6 +47,26 @@ def refuse_sweep() -> None:
         raise NotImplementedError("--multirun is not supported; start one job after another, each with its run.name")
 
 
+def run_job(config: DictConfig, work: Callable[[Any, Session], int]) -> NoReturn:
+    """Do ``work`` with the job that hydra's ``config`` describes, then leave the process with its exit code.
+
+    An error is told, and is exit code 1; Ctrl-C is 130.
+    """
+    full_traceback = OmegaConf.select(config, "debug.full_traceback") is True
+    session = Session(0, 1, torch.device("cpu"))
+    try:
+        refuse_sweep()
+        job = to_job_config(config)
+        session = start_session(job.device)
+        code = work(job, session)
+    except KeyboardInterrupt:
+        leave(session, 130, together=False)
+    except Exception as error:
+        report(error, session, full_traceback=full_traceback)
+        leave(session, 1, together=isinstance(error, JobError))
+    leave(session, code, together=True)
+
+
 def start_session(device: Device) -> Session:
     """Join the other ranks of the job.
 
@@ -61,7 +83,7 @@ def start_session(device: Device) -> Session:
     return Session(rank, world_size, resolved, store)
 
 
-def leave(session: Session, code: int, *, together: bool) -> None:
+def leave(session: Session, code: int, *, together: bool) -> NoReturn:
     """End this process with ``code``, without waiting for the teardown of gloo.
 
     gloo's ``destroy_process_group`` aborts now and then (SIGABRT), which would turn a finished job into a failed one.

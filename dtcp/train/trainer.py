@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -34,16 +33,17 @@ from dtcp.train.batch import Microbatch, cut, deal_microbatches
 from dtcp.train.checkpoint import Checkpointer, check_checkpoint_config, load_tensors, state_tensors
 from dtcp.train.checkpoint_files import read_description
 from dtcp.train.checks import check_numbers, check_vocabulary
-from dtcp.train.config import JobConfig, MeshConfig, to_data_config, to_model_config
+from dtcp.train.config import JobConfig, to_data_config, to_model_config
 from dtcp.train.data import make_dataset
 from dtcp.train.description import changed_settings, check_description, describe_job
 from dtcp.train.evaluation import Evaluation, EvaluationMetrics, as_record
-from dtcp.train.metrics import MetricsLog, StepMetrics, peak_flops, peak_memory_gib
+from dtcp.train.metrics import MetricsLog, StepMetrics, speed
 from dtcp.train.nonfinite import refuse_non_finite
 from dtcp.train.optimizer import make_lr_scheduler, make_optimizer, set_schedule_step
 from dtcp.train.parallel import parallelize_for_training
 from dtcp.train.run_folder import CONFIG_FILE, METRICS_FILE
 from dtcp.train.session import agreed
+from dtcp.train.summary import resolved_config, summary
 
 
 class Trainer:
@@ -288,8 +288,17 @@ class Trainer:
         self.step += 1
         num_tokens = self.config.training.global_batch_size * self.layout.seq_len
         self.tokens_seen += num_tokens
-        seconds = time.perf_counter() - start
-        return self._metrics(loss, grad_norm, lr, int(num_valid_tokens), num_tokens, seconds), num_stops > 0
+        flops = self.model_config.flops_per_token(self.layout.seq_len)
+        metrics = StepMetrics(
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_seen=self.tokens_seen,
+            num_valid_tokens=int(num_valid_tokens),
+            **speed(num_tokens, time.perf_counter() - start, self.dims.mesh.size(), flops, self.device),
+        )
+        return metrics, num_stops > 0
 
     def steps(self, *, stop_requested: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
         """Take the steps of the configuration that are left, yielding the metrics of each.
@@ -311,7 +320,7 @@ class Trainer:
         """
         is_writer = not dist.is_initialized() or dist.get_rank() == 0
         if is_writer:
-            (folder / CONFIG_FILE).write_text(self._resolved_config(folder.name))
+            (folder / CONFIG_FILE).write_text(resolved_config(self.config, self.dims, folder.name))
         metrics_file = folder / METRICS_FILE if is_writer else None
         with MetricsLog(metrics_file, num_steps=self.config.training.steps, device=self.device) as log:
             log.say(self.describe())
@@ -335,22 +344,14 @@ class Trainer:
 
     def describe(self) -> str:
         """The job in two lines: what is trained, and how it is cut."""
-        dims, training = self.dims, self.config.training
-        precision = f"{training.param_dtype.name}{', compiled' if training.compile else ''}"
-        return (
-            f"dtcp {dtcp.__version__}  {self.config.model.name}: {self.model_config.num_parameters:,} parameters, "
-            f"{precision}, on {dims.mesh.size()} {self.device.type} rank(s)\n"
-            f"pp {dims.pp} x dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}"
-            f"{' with sequence parallelism' if dims.tp > 1 and self.config.tensor_parallel.sequence_parallel else ''}  "
-            f"attention: {self.config.attention.strategy}, {self.layout.name}  "
-            f"a step: {training.global_batch_size} rows of {training.seq_len} tokens, {len(self.rows)} microbatch(es)"
+        return summary(
+            self.config,
+            self.dims,
+            self.layout,
+            num_parameters=self.model_config.num_parameters,
+            num_microbatches=len(self.rows),
+            device=self.device,
         )
-
-    def _resolved_config(self, run_name: str) -> str:
-        """The configuration as YAML, with the degrees and the name that -1 and null have become."""
-        mesh = MeshConfig(**self.dims.degrees)
-        run = dataclasses.replace(self.config.run, name=run_name)
-        return OmegaConf.to_yaml(OmegaConf.structured(dataclasses.replace(self.config, mesh=mesh, run=run)))
 
     def _sum_over_ranks(self, share: Tensor, stop_requested: bool) -> tuple[float, float]:
         sums = torch.stack([share, share.new_tensor(float(stop_requested))])
@@ -363,27 +364,6 @@ class Trainer:
             dist.all_reduce(sums[1], group=self.dims.view("tp").get_group())
         loss, num_stops = sums.tolist()
         return loss, num_stops
-
-    def _metrics(
-        self, loss: float, grad_norm: float, lr: float, num_valid: int, num_tokens: int, seconds: float
-    ) -> StepMetrics:
-        per_device = num_tokens / seconds / self.dims.mesh.size()
-        flops = per_device * self.model_config.flops_per_token(self.layout.seq_len)
-        peak = peak_flops(self.device)
-        return StepMetrics(
-            step=self.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens_seen=self.tokens_seen,
-            num_valid_tokens=num_valid,
-            step_seconds=seconds,
-            tokens_per_second=num_tokens / seconds,
-            tokens_per_second_per_device=per_device,
-            tflops_per_device=flops / 1e12,
-            mfu=None if peak is None else flops / peak,
-            memory_gib=peak_memory_gib(self.device),
-        )
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
