@@ -18,7 +18,10 @@ LOSS = ["loss", "--vocab-size", "2000", "--dim", "16", "--tokens", "256", "--chu
 BLOCKS = ["blocks", "--layers", "2", "--dim", "32", "--tokens", "64", "--repeats", "1"]
 
 
-@pytest.mark.parametrize(("arguments", "titles"), [(LOSS, ("peak MiB", "chunks of 32")), (BLOCKS, ("kept MiB",))])
+@pytest.mark.parametrize(
+    ("arguments", "titles"),
+    [(LOSS, ("peak MiB", "chunks of 32")), pytest.param(BLOCKS, ("kept MiB",), marks=pytest.mark.slow)],
+)
 def test_tables_and_records_say_the_same(capsys, arguments, titles):
     assert bench_memory.main(arguments) == 0
     table = capsys.readouterr().out

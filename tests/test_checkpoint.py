@@ -28,7 +28,7 @@ SAME_MESH = [
     ("llama", 1, ""),
     ("gpt", 2, "mesh.cp=2"),
     pytest.param("llama", 4, "mesh.cp=2 mesh.dp_shard=2", marks=pytest.mark.slow),
-    ("gpt", 4, "mesh.pp=2 mesh.tp=2 training.local_batch_size=1"),
+    pytest.param("gpt", 4, "mesh.pp=2 mesh.tp=2 training.local_batch_size=1", marks=pytest.mark.slow),
     pytest.param("llama", 4, "mesh.pp=2 mesh.dp_shard=2 training.local_batch_size=1", marks=pytest.mark.slow),
     pytest.param("gpt", 4, "mesh.cp=2 mesh.dp_replicate=2", marks=pytest.mark.slow),
     pytest.param("gpt", 1, "training.param_dtype=bfloat16", marks=pytest.mark.slow),

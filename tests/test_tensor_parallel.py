@@ -52,7 +52,7 @@ CASES = [
     slow(Case("mesh.tp=2", 2, "gpt_untied", nothing, ("training.local_batch_size=1",))),
     slow(Case("mesh.tp=2", 2, "gpt", scattered, (COMPILED,), 96)),
     slow(Case("mesh.tp=3", 3, "gpt", tail, ("model.num_heads=6", "model.dim=48"))),
-    Case("mesh.tp=4", 4, "gpt", tail, ("activation_checkpointing.mode=full",)),
+    slow(Case("mesh.tp=4", 4, "gpt", tail, ("activation_checkpointing.mode=full",))),
     slow(Case("mesh.tp=4", 4, "llama", scattered, (COMPILED,))),
     Case("mesh.cp=2 mesh.tp=2", 4, "llama", scattered, attend("ring", "head_tail")),
     slow(Case("mesh.cp=2 mesh.tp=2", 4, "llama", nothing, ("training.local_batch_size=1",))),

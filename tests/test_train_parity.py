@@ -48,7 +48,7 @@ def job(model: str, seq_len: int, steps: int = STEPS) -> list[str]:
 # 97 is prime: padded to 98, 100 or 102; 96 needs no pads. `tail` leaves whole cp ranks without a label in the
 # contiguous layout, `scattered` all of the second dp rank.
 CASES = [
-    Case("mesh.cp=2", 2, "ring", "head_tail", "gpt", nothing, 97),
+    pytest.param(Case("mesh.cp=2", 2, "ring", "head_tail", "gpt", nothing, 97), marks=pytest.mark.slow),
     pytest.param(Case("mesh.cp=2", 2, "all_gather", "contiguous", "llama", tail, 96), marks=pytest.mark.slow),
     Case("mesh.cp=3", 3, "ring", "striped", "gpt", scattered, 97),
     pytest.param(Case("mesh.cp=3", 3, "all_gather", "head_tail", "llama", scattered, 97), marks=pytest.mark.slow),
