@@ -48,6 +48,18 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Centred(Model):
+    """Takes the mean over the sequence away, which on a rank is that of its own tokens."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = super().forward(tokens, positions)
+        return logits - logits.mean(1, keepdim=True)
+
+
+def make_centred() -> nn.Module:
+    return Centred()
+
+
 def make() -> nn.Module:
     return Model()
 

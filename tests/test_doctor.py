@@ -207,6 +207,12 @@ FAULTS = [
         contextlib.nullcontext,
         "positions are local",
     ),
+    (
+        2,
+        "doctor.model=doctor_models:make_centred mesh.cp=2 doctor.door=context doctor.seq_len=61",
+        contextlib.nullcontext,
+        "something in the model mixes tokens|doctor_models:make_centred: 40,008 parameters",
+    ),
 ]
 
 

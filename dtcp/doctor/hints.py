@@ -14,6 +14,11 @@ from dtcp.doctor.subject import Subject
 
 Gradients = Mapping[str, Tensor]
 
+_MIXES_TOKENS = (
+    "something in the model mixes tokens beside F.scaled_dot_product_attention, and sees this rank's only: attention "
+    "written out by hand, a mean or a normalisation over the sequence, a convolution, a shift; have it work on each "
+    "token alone"
+)
 _GIVE_POSITIONS = "have it use the global ones, layout.positions(rank) or a buffer that context_parallel cuts"
 
 
@@ -44,6 +49,8 @@ def explain(
     if subject.dims.cp > 1 and _ignores_positions(subject, reference):
         hint = f"positions are local: the model does not read the positions that it is given; {_GIVE_POSITIONS}"
         return [*hints, hint]
+    if subject.dims.cp > 1 and reference.mixes_tokens_elsewhere():
+        return [*hints, _MIXES_TOKENS]
     return [*hints, *_factors_of_some(wrong, subject)]
 
 

@@ -7,6 +7,7 @@ Shapes: G rows of the whole batch, S = seq_len, V vocabulary.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +50,14 @@ class Fault:
     Attributes:
         hint: What the fault is, and the cure.
         token_weights: Of each token's loss, (G, S); None: one divided by all valid tokens.
-        labels, positions: Instead of the batch's.
+        tokens, labels, positions: Instead of the batch's.
         parts: Which rank holds each token, (S,); attention number ``layer`` sees tokens of the same part only.
         scaled: Biases that are added ``factor`` times.
     """
 
     hint: str
     token_weights: Tensor | None = None
+    tokens: Tensor | None = None
     labels: Tensor | None = None
     positions: Tensor | None = None
     parts: Tensor | None = None
@@ -65,6 +67,7 @@ class Fault:
 
 
 RIGHT = Fault("")
+EVERY = -2  # attention call
 
 
 class Reference:
@@ -113,6 +116,19 @@ class Reference:
         """Logits of the first rows, with everything kept for a backward."""
         return self._forward(slice(0, count), RIGHT)
 
+    @torch.no_grad()
+    def mixes_tokens_elsewhere(self) -> bool:
+        """Whether a token changes others where every ``F.scaled_dot_product_attention`` sees its own token only."""
+        tokens = self.batch.tokens[:1]
+        changed = tokens.clone()
+        changed[0, 0] = (tokens[0, 0] + 1) % (int(tokens.max()) + 1)
+        parts = torch.arange(tokens.size(1), device=tokens.device)
+        with _AttentionMode(parts, EVERY):
+            before = self._forward(slice(0, 1), RIGHT)
+        with _AttentionMode(parts, EVERY):
+            after = self._forward(slice(0, 1), dataclasses.replace(RIGHT, tokens=changed))
+        return not torch.equal(before[:, 1:], after[:, 1:])
+
     def count_attention_calls(self, blocks: Mapping[str, nn.Module]) -> dict[str, int]:
         """How often each block calls ``F.scaled_dot_product_attention`` in a forward."""
         counts = dict.fromkeys(blocks, 0)
@@ -140,13 +156,14 @@ class Reference:
     def _forward(self, row: slice, fault: Fault) -> Tensor:
         batch = self.batch
         positions = batch.positions if fault.positions is None else fault.positions
+        tokens = (batch.tokens if fault.tokens is None else fault.tokens)[row]
         inputs = {"positions": positions[row]} | {name: value[row] for name, value in batch.more.items()}
         if not fault.scaled:
-            return self.model(batch.tokens[row], **inputs)
+            return self.model(tokens, **inputs)
         scaled = {
             name: parameter * fault.factor for name, parameter in self.model.named_parameters() if name in fault.scaled
         }
-        return torch.func.functional_call(self.model, scaled, (batch.tokens[row],), inputs)
+        return torch.func.functional_call(self.model, scaled, (tokens,), inputs)
 
 
 class _AttentionMode(TorchFunctionMode):
@@ -167,7 +184,7 @@ class _AttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             number = len(self.callers)
             self.callers.append(self._block)
-            if self.parts is not None and number == self.layer:
+            if self.parts is not None and self.layer in (number, EVERY):
                 allowed = self.parts[:, None] == self.parts[None]
                 if kwargs.pop("is_causal", False):
                     allowed = allowed.tril()

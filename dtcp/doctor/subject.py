@@ -4,6 +4,7 @@ Shapes: B rows, S = seq_len.
 """
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import os
@@ -27,6 +28,7 @@ from dtcp.train.batch import Microbatch, deal_microbatches
 from dtcp.train.config import to_model_config
 from dtcp.train.parallel import cut_model
 from dtcp.train.session import agreed
+from dtcp.train.summary import summary
 from dtcp.train.trainer import Trainer, seed_everything
 
 NOISE = Init(std=0.1)  # added to norms and biases, which start at 1 and 0: a bias that counts twice has to show
@@ -86,6 +88,20 @@ class Subject(Trainer):
         microbatch = Microbatch(tokens, labels, positions, rows)
         more = {name: x for name, x in self.inputs(microbatch).items() if name != "positions"}
         return Batch(tokens, labels, positions, more)
+
+    def describe(self) -> str:
+        """As the trainer; a model of the user's goes by its import path."""
+        if self.options.model is None:
+            return super().describe()
+        model = dataclasses.replace(self.config.model, name=self.options.model)
+        return summary(
+            dataclasses.replace(self.config, model=model),
+            self.dims,
+            self.layout,
+            num_parameters=self._num_own_parameters,
+            num_microbatches=len(self.rows),
+            device=self.device,
+        )
 
     def rows_of_readers(self) -> list[list[range]]:
         """Rows of the whole batch by data parallel rank, a range for each microbatch."""
@@ -159,6 +175,7 @@ class Subject(Trainer):
 
     _is_in_context = False
     _own_takes_keys = False
+    _num_own_parameters = 0
 
     def plans(self, model: nn.Module) -> dict[str, Any]:
         """Plans that the section names, and none for attention behind a context."""
@@ -206,6 +223,7 @@ class Subject(Trainer):
             )
         if any(p.is_meta for p in model.parameters()) and not hasattr(model, "init_weights"):
             raise ValueError(f"doctor.model={path} is on the meta device; it needs init_weights(seed)")
+        self._num_own_parameters = sum(parameter.numel() for parameter in model.parameters())
         drops = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout | Dropout) and m.p > 0]
         self._own_takes_keys = "dropout_keys" in names and bool(drops)
         if drops and not self._own_takes_keys:
