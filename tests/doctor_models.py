@@ -60,6 +60,31 @@ def make_centred() -> nn.Module:
     return Centred()
 
 
+class Noisy(Model):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return F.dropout(super().forward(tokens, positions), 0.1, self.training)
+
+
+def make_noisy() -> nn.Module:
+    return Noisy()
+
+
+def make_that_communicates() -> nn.Module:
+    """Averages its gradients over ranks itself."""
+    model = Model()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: torch.distributed.all_reduce(p.grad))
+    return model
+
+
+def make_with_hooks() -> nn.Module:
+    """Halves some gradients by hooks, which FSDP2 loses with the parameters that it puts in place of these."""
+    model = Model()
+    for parameter in model.layers[0].parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
 def make() -> nn.Module:
     return Model()
 

@@ -213,6 +213,12 @@ FAULTS = [
         contextlib.nullcontext,
         "something in the model mixes tokens|doctor_models:make_centred: 40,008 parameters",
     ),
+    (
+        2,
+        "doctor.model=doctor_models:make_with_hooks mesh.cp=2 doctor.door=context doctor.seq_len=61",
+        contextlib.nullcontext,
+        "the gradient of 4 parameter(s), layers.0.|is ×cp (2)",
+    ),
 ]
 
 
@@ -284,6 +290,8 @@ def test_a_wrong_import_path_is_one_line():
         ("doctor.model=doctor_models:make_with_torchs_dropout", "drops elements in layers.2, at random"),
         ("model=llama3_70b", "the doctor compares with the whole model on one rank, 70,553,706,496 parameters"),
         ("doctor.json=nowhere/findings.json", "is in a folder that does not exist"),
+        ("doctor.model=doctor_models:make_noisy doctor.seq_len=61", "does not give the same twice on one rank"),
+        ("doctor.model=doctor_models:make_that_communicates doctor.seq_len=61", "calls a collective of its own (c10d"),
         ("doctor.seq_len=0", "doctor.seq_len has to be at least 1"),
         ("doctor.context_plan=doctor_models:CONTEXT_PLAN", "is for a doctor.model"),
     ],

@@ -23,6 +23,8 @@ from dtcp.train.session import agreed
 
 HALF_FACTOR = 2.0  # of one rank's own error in bfloat16: both round, and not alike
 HALF_FLOOR = 0.02  # relative; gradients of few elements are chance in bfloat16
+MOST_HALF = 0.5  # relative, at all: what is farther off is wrong, whatever one rank's own error
+MOST_ROUNDING = 1e-3  # that float32 is forgiven: a model that amplifies it more cannot be told from a wrong one
 ROUNDING_FACTOR = 4.0  # of one rank's own error in float32, where that is near the limit
 
 
@@ -78,11 +80,11 @@ class _Examination:
         with agreed():
             if self.is_first:
                 assert self.reference is not None and self.right is not None
-                half = self.reference.as_dtype(torch.bfloat16).run()
+                half = self.reference.run_in(torch.bfloat16)
                 scale = self.right.grad_norm
                 errors = {n: error_of(half.gradients[n], g, scale) for n, g in self.right.gradients.items()}
                 typical = sorted(errors.values())[len(errors) // 2]
-                limits = {n: HALF_FACTOR * max(e, typical) + HALF_FLOOR for n, e in errors.items()}
+                limits = {n: min(HALF_FACTOR * max(e, typical) + HALF_FLOOR, MOST_HALF) for n, e in errors.items()}
                 number_limit = HALF_FACTOR * abs(half.loss / self.right.loss - 1) + HALF_FLOOR
         limits, number_limit = _from_first((limits, number_limit))
         _, comparison = self._compare(subject, loss, norm, limits, number_limit)
@@ -115,7 +117,13 @@ class _Examination:
             if self.is_first:
                 assert self.reference is not None
                 is_wide = self.config.doctor.reference_dtype is ReferenceDType.float64
-                self.right = (self.reference.as_dtype(torch.float64) if is_wide else self.reference).run()
+                narrow = self.reference.run()
+                self.right = self.reference.run_in(torch.float64) if is_wide else narrow
+                if not self.reference.is_repeatable(narrow):
+                    raise ValueError(
+                        "the model does not give the same twice on one rank: it draws random numbers (F.dropout, "
+                        "randn), which would differ on every mesh; draw none, or use dtcp.Dropout with keys"
+                    )
 
     def _limits_of_rounding(self, subject: Subject) -> dict[str, float]:
         """What float32 can do at all: one rank's own distance from float64, which then becomes the reference."""
@@ -123,11 +131,11 @@ class _Examination:
         with agreed():
             if self.is_first:
                 assert self.reference is not None and self.right is not None
-                exact = self.reference.as_dtype(torch.float64).run()
+                exact = self.reference.run_in(torch.float64)
                 narrow = self.reference.run()
                 for name, wanted in exact.gradients.items():
                     own = error_of(narrow.gradients[name], wanted, exact.grad_norm)
-                    limits[name] = max(TOLERANCE, ROUNDING_FACTOR * own)
+                    limits[name] = min(max(TOLERANCE, ROUNDING_FACTOR * own), MOST_ROUNDING)
                 self.right = exact
         return _from_first(limits)
 

@@ -6,7 +6,6 @@ Shapes: G rows of the whole batch, S = seq_len, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 IGNORED = -100
 
@@ -86,11 +86,18 @@ class Reference:
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
 
-    def as_dtype(self, dtype: torch.dtype) -> Reference:
-        """A copy that computes in another dtype."""
-        made = copy.copy(self)
-        made.model = copy.deepcopy(self.model).to(dtype)
-        return made
+    @torch.no_grad()
+    def run_in(self, dtype: torch.dtype) -> Outcome:
+        """`run` in another dtype; not of a copy, which would lose hooks that the model has on its parameters."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        before = [x.clone() for x in held]
+        self.model.to(dtype)
+        try:
+            with torch.enable_grad():
+                return self.run()
+        finally:
+            for x, value in zip([*self.model.parameters(), *self.model.buffers()], before, strict=True):
+                x.data = value
 
     def run(self, fault: Fault = RIGHT) -> Outcome:
         """Forward and backward, a row at a time: the gradients of rows are added in float32 at least."""
@@ -102,8 +109,9 @@ class Reference:
         gradients: dict[str, Tensor] = {}
         for row in range(labels.size(0)):
             self.model.zero_grad(set_to_none=True)
-            loss = self._loss_of_row(slice(row, row + 1), labels, weights.to(labels.device), fault)
-            loss.backward()
+            with _Alone():
+                loss = self._loss_of_row(slice(row, row + 1), labels, weights.to(labels.device), fault)
+                loss.backward()
             total += float(loss.detach())
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
@@ -115,6 +123,13 @@ class Reference:
     def forward_of_rows(self, count: int) -> Tensor:
         """Logits of the first rows, with everything kept for a backward."""
         return self._forward(slice(0, count), RIGHT)
+
+    def is_repeatable(self, outcome: Outcome) -> bool:
+        """Whether another run gives the same: a model that draws random numbers has no gradient to compare."""
+        again = self.run()
+        return again.loss == outcome.loss and all(
+            torch.equal(again.gradients[name], gradient) for name, gradient in outcome.gradients.items()
+        )
 
     @torch.no_grad()
     def mixes_tokens_elsewhere(self) -> bool:
@@ -164,6 +179,18 @@ class Reference:
             name: parameter * fault.factor for name, parameter in self.model.named_parameters() if name in fault.scaled
         }
         return torch.func.functional_call(self.model, scaled, (tokens,), inputs)
+
+
+class _Alone(TorchDispatchMode):
+    """Raises where the model communicates: this rank alone runs it, and would wait for ever."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise ValueError(
+                f"the model calls a collective of its own ({func.name()}), in its forward or in a hook, so it has no "
+                "meaning on one rank and the doctor cannot compare; leave communication to parallelize and to plans"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _AttentionMode(TorchFunctionMode):
