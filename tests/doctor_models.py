@@ -85,6 +85,15 @@ def make_with_hooks() -> nn.Module:
     return model
 
 
+class Pair(Model):
+    def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
+        return super().forward(tokens, positions), None
+
+
+def make_pair() -> nn.Module:
+    return Pair()
+
+
 def make() -> nn.Module:
     return Model()
 

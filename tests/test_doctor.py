@@ -292,6 +292,10 @@ def test_a_wrong_import_path_is_one_line():
         ("doctor.json=nowhere/findings.json", "is in a folder that does not exist"),
         ("doctor.model=doctor_models:make_noisy doctor.seq_len=61", "does not give the same twice on one rank"),
         ("doctor.model=doctor_models:make_that_communicates doctor.seq_len=61", "calls a collective of its own (c10d"),
+        (
+            "doctor.model=doctor_models:make_pair doctor.seq_len=61",
+            "to return logits (B, S, V) = (2, 61, …), got tuple",
+        ),
         ("doctor.seq_len=0", "doctor.seq_len has to be at least 1"),
         ("doctor.context_plan=doctor_models:CONTEXT_PLAN", "is for a doctor.model"),
     ],

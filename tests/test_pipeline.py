@@ -190,6 +190,21 @@ def test_a_stage_has_the_models_own_parts_and_no_others():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+def test_a_part_that_belongs_to_no_stage_is_refused_until_the_model_says_where():
+    """Else every stage would apply it, in the middle of the model."""
+    dims = dtcp.ParallelDims(world_size=1)
+    dims.build_mesh("cpu")
+    model = make_model("llama")
+    model.norm, model.final_norm = model.final_norm, nn.Identity()
+    with pytest.raises(ValueError, match="which stage norm of Llama belongs to"):
+        split_into_stages(model, dims)
+    model.last_modules = ("final_norm", "norm", "head")
+    split_into_stages(model, dims)
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="which stage scale of Llama belongs to"):
+        split_into_stages(model, dims)
+
+
 def run_one_step(rank: int, world: int, schedule: str, num_microbatches: int, rows_of_rank: tuple[int, int]) -> None:
     dims = dtcp.ParallelDims(pp=world, world_size=world)
     dims.build_mesh("cpu")

@@ -259,6 +259,8 @@ def test_weight_decay_spares_biases_and_norms():
         (["training.global_batch_size=0"], r"training\.global_batch_size has to be at least 1, got 0"),
         (["training.local_batch_size=0"], r"training\.local_batch_size has to be at least 1, got 0; null takes"),
         (["training.steps=0"], r"training\.steps has to be at least 1, got 0"),
+        (["debug.check_same_batch_every=-1"], r"debug\.check_same_batch_every has to be at least 0, got -1"),
+        (["pipeline.stages_per_rank=0"], r"pipeline\.stages_per_rank has to be at least 1, got 0"),
         (["training.max_norm=-1"], r"training\.max_norm has to be positive"),
         (["optimizer.lr=0"], r"optimizer\.lr has to be positive"),
         (["model.vocab_size=100"], r"use model\.vocab_size=257"),

@@ -13,6 +13,7 @@ from dtcp.doctor.reference import IGNORED, Fault, Outcome, Reference
 from dtcp.doctor.subject import Subject
 
 Gradients = Mapping[str, Tensor]
+MOST_SINGLES = 32  # biases that are tried out one by one
 
 _MIXES_TOKENS = (
     "something in the model mixes tokens beside F.scaled_dot_product_attention, and sees this rank's only: attention "
@@ -42,7 +43,9 @@ def explain(
         return [*hints, _factor_hint(factor, subject)]
     for fault in suspicions(subject, reference):
         # The reported number may be a mean where the gradients are sums: any common factor will do.
-        factor, residual = fit_all(gathered, reference.run(fault).gradients)
+        # What a bias that counts twice gets itself depends on how it is added: not compared.
+        outcome = {n: g for n, g in reference.run(fault).gradients.items() if n not in fault.scaled}
+        factor, residual = fit_all(gathered, outcome)
         if residual <= CLEAR:
             common = "" if abs(factor - 1) < 10 * CLEAR else f" (and all gradients {factor_name(factor, subject)})"
             return [*hints, fault.hint + common]
@@ -235,11 +238,12 @@ def _local_positions(subject: Subject, positions: Tensor) -> Tensor:
 
 
 def _repeated_biases(subject: Subject, reference: Reference) -> Iterator[Fault]:
-    """Biases of row-parallel layers, all of them, then one kind after the other, that each tp rank adds."""
+    """Biases of row-parallel layers, all of them, then kind by kind, then one by one, that each tp rank adds."""
     kinds = sorted({name.split(".")[-1] for name in subject.row_parallel_layers()})
-    biases = [name for name, _ in reference.model.named_parameters() if name.endswith(".bias")]
-    for chosen in [kinds, *([kind] for kind in kinds if len(kinds) > 1)]:
-        names = [name for name in biases if name.split(".")[-2] in chosen]
+    biases = [n for n, _ in reference.model.named_parameters() if n.endswith(".bias") and n.split(".")[-2] in kinds]
+    of_kinds = [[name for name in biases if name.split(".")[-2] == kind] for kind in kinds]
+    singles = [[name] for name in biases[:MOST_SINGLES]]
+    for names in [biases, *(of_kinds if len(kinds) > 1 else ()), *(singles if len(biases) > 1 else ())]:
         if names:
             yield Fault(
                 f"the bias of a row-parallel layer is added tp times, once by each rank before the sum: "

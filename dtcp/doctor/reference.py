@@ -84,6 +84,12 @@ class Reference:
         self.model = model
         with torch.no_grad():
             for name, parameter in model.named_parameters():
+                if weights[name].shape != parameter.shape:
+                    raise ValueError(
+                        f"{name} is {tuple(parameter.shape)} in the model, {tuple(weights[name].shape)} on all "
+                        "ranks together: a plan has cut it without making it a DTensor; use distribute_tensor, or a "
+                        "style of torch.distributed.tensor.parallel"
+                    )
                 parameter.copy_(weights[name])
 
     @torch.no_grad()
@@ -174,11 +180,25 @@ class Reference:
         tokens = (batch.tokens if fault.tokens is None else fault.tokens)[row]
         inputs = {"positions": positions[row]} | {name: value[row] for name, value in batch.more.items()}
         if not fault.scaled:
-            return self.model(tokens, **inputs)
+            return check_logits(self.model(tokens, **inputs), tokens)
         scaled = {
             name: parameter * fault.factor for name, parameter in self.model.named_parameters() if name in fault.scaled
         }
         return torch.func.functional_call(self.model, scaled, (tokens,), inputs)
+
+
+def check_logits(output: Any, tokens: Tensor) -> Tensor:
+    """Return ``output``.
+
+    Raises:
+        ValueError: If it is no tensor (B, S, V).
+    """
+    if not isinstance(output, Tensor) or output.ndim != 3 or output.shape[:2] != tokens.shape:
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(
+            f"the model has to return logits (B, S, V) = ({', '.join(map(str, tokens.shape))}, …), got {found}; wrap it"
+        )
+    return output
 
 
 class _Alone(TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dtcp
 from dtcp.doctor.config import DoctorJobConfig, Door, load, load_function, small_job
-from dtcp.doctor.reference import IGNORED, Batch
+from dtcp.doctor.reference import IGNORED, Batch, check_logits
 from dtcp.dropout import Dropout, dropout_keys
 from dtcp.dtensor import is_dtensor
 from dtcp.models import build_model
@@ -134,7 +134,7 @@ class Subject(Trainer):
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Logits, by the door that is examined."""
         with self._context():
-            return super().forward(microbatch)
+            return check_logits(super().forward(microbatch), microbatch.tokens)
 
     def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
         """The same for the loss by chunks."""

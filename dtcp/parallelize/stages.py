@@ -145,12 +145,15 @@ def split_into_stages(
     """Return this rank's stages by index, and how many there are on all ranks together.
 
     Args:
-        model: See `make_stage`; on the meta device nothing is ever held that is not kept.
+        model: See `make_stage`; on the meta device nothing is ever held that is not kept. Its attributes
+            ``first_modules`` and ``last_modules`` name its children that belong to the first and to the last stage
+            alone, where they are not ``FIRST`` and ``LAST``.
         stages_per_rank: 1 or 2 as the schedule needs by default; more for the interleaved ones.
         tied: Modules of the first stage whose weights the last one needs too.
 
     Raises:
-        ValueError: If layers, stages and schedule do not fit each other.
+        ValueError: If layers, stages and schedule do not fit each other, or a child with parameters belongs to no
+            stage.
     """
     kind = find_schedule(schedule)
     stages_per_rank = (2 if kind.is_looped else 1) if stages_per_rank is None else stages_per_rank
@@ -161,8 +164,11 @@ def split_into_stages(
     if tied and kind.is_v_shaped:
         raise ValueError(
             f"schedule {schedule} puts the first and the last stage on one rank, where tied weights are two "
-            f"parameters; use tie_weights=False, or another schedule: {', '.join(SCHEDULES)}"
+            f"parameters; use tie_weights=False, or another schedule: "
+            f"{', '.join(name for name, other in SCHEDULES.items() if not other.is_v_shaped)}"
         )
+    first, last = getattr(model, "first_modules", FIRST), getattr(model, "last_modules", LAST)
+    _refuse_parts_of_every_stage(model, {"layers", *first, *last})
     num_stages = dims.pp * stages_per_rank
     layers = deal_layers(len(model.layers), num_stages)  # type: ignore[arg-type]
     rank = dims.view("pp").get_local_rank()
@@ -172,10 +178,23 @@ def split_into_stages(
             layers[index],
             is_first=index == 0,
             is_last=index == num_stages - 1,
-            first=getattr(model, "first_modules", FIRST),
-            last=getattr(model, "last_modules", LAST),
+            first=first,
+            last=last,
             tied=tied,
         )
         for index in stages_of_rank(rank, dims.pp, stages_per_rank, is_v_shaped=kind.is_v_shaped)
     }
     return stages, num_stages
+
+
+def _refuse_parts_of_every_stage(model: nn.Module, known: Collection[str]) -> None:
+    """A norm at the end whose name nobody knows would be applied by every stage, in the middle of the model."""
+    own = [name for name, parameter in model.named_parameters(recurse=False)]
+    others = [(name, child) for name, child in model.named_children() if name not in known]
+    of_children = [name for name, child in others if any(True for _ in child.parameters())]
+    if own or of_children:
+        raise ValueError(
+            f"a pipeline has to know which stage {', '.join(own + of_children)} of {type(model).__name__} belongs to, "
+            f"or every stage would have it; name it {', '.join((*FIRST, *LAST))}, or list the names of your own in the "
+            "model's attributes first_modules and last_modules, each with all of that stage"
+        )

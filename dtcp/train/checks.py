@@ -22,6 +22,16 @@ def check_numbers(config: JobConfig) -> None:
             f"training.loss_chunk_tokens has to be at least 1, got {training.loss_chunk_tokens}; null takes the logits "
             "of all tokens at once"
         )
+    if config.debug.check_same_batch_every < 0:
+        raise ValueError(
+            f"debug.check_same_batch_every has to be at least 0, got {config.debug.check_same_batch_every}; 0 never "
+            "compares"
+        )
+    if config.pipeline.stages_per_rank is not None and config.pipeline.stages_per_rank < 1:
+        raise ValueError(
+            f"pipeline.stages_per_rank has to be at least 1, got {config.pipeline.stages_per_rank}; null takes what "
+            "the schedule needs"
+        )
     if not training.max_norm > 0:
         raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; inf only measures")
     if not (math.isfinite(config.optimizer.lr) and config.optimizer.lr > 0):
