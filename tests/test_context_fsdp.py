@@ -53,7 +53,7 @@ def cells_of(axes: dict[str, list[Any]], *, num_quick: int, **common: Any) -> An
     return pytest.mark.parametrize("cell", cells, ids=names)
 
 
-@cells_of(AXES, num_quick=12)
+@cells_of(AXES, num_quick=6)
 def test_cell_equals_one_process(ranks, cell):
     ranks.run(cell.world, check, cell, timeout=120)
 
@@ -120,7 +120,7 @@ def test_the_comparison_sees_a_planted_fault(ranks, fault):
         "model": AXES["model"],
         "backward": AXES["backward"],
     },
-    num_quick=4,
+    num_quick=2,
     microbatches=MICROBATCHES,
 )
 def test_microbatches_without_gradient_sync_equal_one_process(ranks, cell):
@@ -213,7 +213,7 @@ def test_parameters_offloaded_to_the_cpu_equal_one_process(ranks, door):
             {"mesh": "cp2", "checkpointing": "non_reentrant", "compile": "around"},
         ],
     },
-    num_quick=4,
+    num_quick=2,
 )
 def test_adapters_of_a_frozen_model_equal_one_process(ranks, cell):
     ranks.run(cell.world, check, cell, timeout=120)
@@ -267,7 +267,7 @@ def one_rank_errors(ranks):
         "door": DOORS,
         "model": AXES["model"],
     },
-    num_quick=3,
+    num_quick=2,
     **MIXED,
 )
 def test_mixed_precision_is_as_exact_as_on_one_rank(ranks, one_rank_errors, cell):

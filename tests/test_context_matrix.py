@@ -17,11 +17,17 @@ PAIRWISE = [Cell(**options) for options in all_pairs(AXES | {"world": [2]})] + [
 ]
 
 
+MODEL_CELLS = [cell for cell in PAIRWISE if cell.compile == "model"]  # the longest; two of them in the quick run
+
+
 def cell_id(cell: Cell) -> str:
     return "-".join(str(value) for value in dataclasses.astuple(cell))
 
 
-@pytest.mark.parametrize("cell", PAIRWISE, ids=cell_id)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id=cell_id(cell), marks=[pytest.mark.slow] * (cell in MODEL_CELLS[2:])) for cell in PAIRWISE],
+)
 def test_cell_equals_one_rank(ranks, cell):
     ranks.run(cell.world, check_cell, cell, timeout=120)
 

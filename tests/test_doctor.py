@@ -197,7 +197,7 @@ FAULTS = [
         layer_1_attends_alone,
         "attention of layers.1 bypasses dtcp|attention call 1 of 2 (from 0) bypasses dtcp's dispatch",
     ),
-    (2, f"{GPT} mesh.tp=2", other_weights, "ranks begin with different weights"),
+    pytest.param(2, f"{GPT} mesh.tp=2", other_weights, "ranks begin with different weights", marks=pytest.mark.slow),
     pytest.param(
         2, f"{GPT} mesh.cp=2 {BFLOAT16}", mean_of_means, "the loss is a mean of means", marks=pytest.mark.slow
     ),
