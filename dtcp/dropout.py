@@ -104,12 +104,16 @@ class NamedPlace(nn.Module):
             self._salt = self._salt.to(device)
         return self
 
-    def _check_named(self) -> None:
+    def _given_or_drawn(self, keys: Tensor | None, x: Tensor) -> Tensor:
+        """Return the tokens' keys of a call; drawn for ``x`` where none are given and this is the only rank."""
+        if keys is None:
+            return draw_keys(x)
         if not self._is_named:
             raise ValueError(
                 f"a {type(self).__name__} that gets keys needs a name, or all would drop the same elements; call "
                 "dtcp.name_dropouts(model) once the model is built, or give it name=..."
             )
+        return keys
 
 
 class Dropout(NamedPlace):
@@ -148,10 +152,7 @@ class Dropout(NamedPlace):
         """
         if not self.training or self.p == 0:
             return x
-        if keys is None:
-            keys = draw_keys(x)
-        else:
-            self._check_named()
+        keys = self._given_or_drawn(keys, x)
         if is_dtensor(x):
             return self._drop_shards(x, keys)
         keys = local_part(keys)
@@ -220,11 +221,7 @@ class AttentionDropout(NamedPlace):
         """
         if not self.training or self.p == 0:
             return None
-        if keys is None:
-            keys = draw_keys(query)
-        else:
-            self._check_named()
-        keys = local_part(keys)
+        keys = local_part(self._given_or_drawn(keys, query))
         _check_keys(keys, query)
         return keys_of_place(keys, self._salt)
 

@@ -90,6 +90,12 @@ def checked_dropout(
     return CallDropout(dropout_p, keys_of_place(local_part(keys), salt), head_offset)
 
 
+def check_call_dropout(dropout: CallDropout, rows: tuple[int, int]) -> None:
+    """Raise ValueError unless this is something that a call with the queries ``rows`` (B, S_q) can drop."""
+    check_probability(dropout.p)
+    check_call_keys(dropout.keys, rows)
+
+
 def check_probability(dropout_p: float) -> None:
     """Raise ValueError unless attention weights can be dropped with probability ``dropout_p``."""
     if not 0 <= dropout_p < 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtcp.attention.api import prepare_inputs
-from dtcp.attention.dropout import CallDropout, check_call_keys, check_probability
+from dtcp.attention.dropout import CallDropout, check_call_dropout
 from dtcp.attention.ops import attention_forward
 from dtcp.collectives import ALONE
 from dtcp.layout import make_layout
@@ -33,8 +33,7 @@ def single_rank_attention(
     query, key, value, scale = prepare_inputs(query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
     if is_causal and query.size(1) != key.size(1):
         raise ValueError(f"is_causal needs as many keys as queries, got {key.size(1)} and {query.size(1)}")
-    check_probability(dropout.p)
-    check_call_keys(dropout.keys, (query.size(0), query.size(1)))
+    check_call_dropout(dropout, (query.size(0), query.size(1)))
     q_state, kv_state = (contiguous_state(x.size(1), 1) for x in (query, key))
     out, _ = attention_forward(
         query, key, value, q_state, kv_state, ALONE.group_name, is_causal, scale, "ring", "math", dropout

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dtcp.attention.api import prepare_inputs, report_refusal
-from dtcp.attention.dropout import CallDropout, check_call_keys, check_probability
+from dtcp.attention.dropout import CallDropout, check_call_dropout
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.ops import attention_forward
+from dtcp.dispatch.frames import Frame
 
 DROPOUT_CURE = (
     "pass context_parallel(..., step=, rows=), of which the mask is made (or dtcp.dropout_keys to "
@@ -33,11 +34,10 @@ class Settings(Protocol):
     def kernel(self) -> str: ...
     @property
     def state(self) -> Tensor: ...
-    def take_dropout(self, dropout_p: float) -> CallDropout | None: ...
 
 
 def attend(
-    frame: Settings,
+    frame: Frame,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -48,9 +48,8 @@ def attend(
     enable_gqa: bool,
 ) -> Tensor:
     """Return context parallel attention with the arguments of ``scaled_dot_product_attention``."""
-    dropout = frame.take_dropout(dropout_p) if dropout_p else None
-    missing = dropout_p if dropout is None else 0.0
-    return attend_with(frame, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, missing)
+    dropout, undone_p = frame.take_dropout(dropout_p)
+    return attend_with(frame, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, undone_p)
 
 
 def attend_with(
@@ -75,8 +74,7 @@ def attend_with(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd"
         )
         if dropout is not None:
-            check_probability(dropout.p)
-            check_call_keys(dropout.keys, (query.size(0), query.size(1)))
+            check_call_dropout(dropout, (query.size(0), query.size(1)))
         dropout_p = 0.0 if dropout is None else dropout.p
         kernel = _allowed_kernel(frame.kernel, query, max(query.size(-1), value.size(-1)), dropout_p)
     except (ValueError, NotImplementedError) as error:

@@ -90,10 +90,9 @@ def attend_in_context(
 ) -> Tensor:
     """Inside ``context_parallel``, which says how the sequence is cut, DTensors may be cut over heads and rows."""
     names = frame.group_name, frame.strategy, frame.kernel
-    dropout = frame.take_dropout(dropout_p) if dropout_p else None
-    missing = dropout_p if dropout is None else 0.0
+    dropout, undone_p = frame.take_dropout(dropout_p)
     return attend_over_group(
-        names, frame.state, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, missing
+        names, frame.state, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, undone_p
     )
 
 
@@ -102,9 +101,6 @@ class _Settings(NamedTuple):
     strategy: str
     kernel: str
     state: Tensor
-
-    def take_dropout(self, dropout_p: float) -> CallDropout | None:
-        return None
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot compare placements; what it has to guard is read from the frame above

@@ -44,18 +44,20 @@ class Frame:
         """Whether a call is torch's own: nothing is cut, and no mask has to be the one that it is on other meshes."""
         return self.is_plain and not (dropout_p and self.dropout_keys is not None)
 
-    def take_dropout(self, dropout_p: float) -> CallDropout | None:
-        """Return what a call drops, None if it is not known; the next call drops others.
+    def take_dropout(self, dropout_p: float) -> tuple[CallDropout | None, float]:
+        """Return what a call drops, None if it is not known, and then the probability asked for in vain, else 0.
+
+        The next call drops others.
 
         Modules have no names here, so calls are told apart by their order: the keys of one are made of those of the
         call before. A tensor, not a number: a graph is good for every call. Recomputation begins with the keys that
         its forward began with.
         """
         keys = self.dropout_keys
-        if keys is None:
-            return None
+        if not dropout_p or keys is None:
+            return None, dropout_p
         self.dropout_keys = keys_of_place(keys, 1)
-        return CallDropout(dropout_p, keys, self.head_offset)
+        return CallDropout(dropout_p, keys, self.head_offset), 0.0
 
 
 class Entry:

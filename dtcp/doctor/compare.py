@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtcp.doctor.subject import Subject, rank_and_world, whole_tensor
+from dtcp.doctor.subject import Subject, whole_tensor
 from dtcp.models.init import plain_name
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -42,12 +42,11 @@ class Deviation:
 
 def gather_weights(subject: Subject) -> tuple[dict[str, Tensor], list[str]]:
     """Return every weight, whole, by plain name (empty but on rank 0), and those that replicas hold differently."""
-    rank, _ = rank_and_world()
     weights, different = {}, []
     for name, weight in _whole(subject, {plain_name(n): p.detach() for n, p in subject.model.named_parameters()}):
-        if _axes_that_differ(subject, weight, torch.zeros(()), 0.0):
+        if _axes_that_differ(subject, weight, tolerance=0.0):
             different.append(name)
-        if rank == 0:
+        if dist.get_rank() == 0:
             weights[name] = weight.clone()
     return weights, different
 
@@ -66,15 +65,14 @@ def gather_gradients(
         Gradients as rank 0 sees them (empty on others), added up where the ranks hold shares that make the reference;
         and the deviations, equal on every rank, the worst first.
     """
-    rank, _ = rank_and_world()
     mine = {plain_name(n): p.grad for n, p in subject.model.named_parameters() if p.grad is not None}
     gathered, deviations = {}, []
     for name, gradient in _whole(subject, mine):
-        wanted = _broadcast(reference.get(name) if rank == 0 else None, gradient)
+        wanted = _broadcast(reference.get(name) if dist.get_rank() == 0 else None, gradient)
         limit = limits.get(name, TOLERANCE)
         deviation, summed = _deviation(subject, name, gradient, wanted, grad_norm, limit)
         deviations.append(deviation)
-        if rank == 0:
+        if dist.get_rank() == 0:
             gathered[name] = summed.clone()
     deviations.sort(key=lambda d: d.error / d.limit if d.error == d.error else float("inf"), reverse=True)
     return gathered, deviations
@@ -83,10 +81,10 @@ def gather_gradients(
 def _deviation(
     subject: Subject, name: str, gradient: Tensor, wanted: Tensor, grad_norm: float, limit: float
 ) -> tuple[Deviation, Tensor]:
-    worst = _maximum(error_of(gradient, wanted, grad_norm))
+    worst = _maximum(error_of(gradient, wanted, grad_norm), gradient.device)
     if worst <= limit:
         return Deviation(name, worst, limit, 1.0, worst), gradient
-    differs_over = _axes_that_differ(subject, gradient, wanted, grad_norm)
+    differs_over = _axes_that_differ(subject, gradient, tolerance=0.1 * CLEAR)
     complete_over: tuple[str, ...] = ()
     best = gradient
     for count in range(1, len(differs_over) + 1):
@@ -94,7 +92,7 @@ def _deviation(
             summed = gradient.clone()
             for axis in axes:
                 dist.all_reduce(summed, group=subject.dims.view(axis).get_group())
-            if not complete_over and _maximum(error_of(summed, wanted, grad_norm)) <= CLEAR:
+            if not complete_over and _maximum(error_of(summed, wanted, grad_norm), summed.device) <= CLEAR:
                 complete_over, best = axes, summed
     factor, residual = fit(gradient, wanted)
     return Deviation(name, worst, limit, factor, residual, differs_over, complete_over), best
@@ -115,17 +113,15 @@ def error_of(gradient: Tensor, wanted: Tensor, grad_norm: float) -> float:
     return float((gradient.double() - wanted).norm() / (wanted.norm() + NOISE * grad_norm + 1e-30))
 
 
-def _maximum(value: float) -> float:
+def _maximum(value: float, device: torch.device) -> float:
     """Over all ranks; infinite where it is no number on one of them."""
-    found = torch.tensor(value if value == value else float("inf"), dtype=torch.float64)
-    if dist.is_initialized():
-        found = found.to(_device())
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    found = torch.tensor(value if value == value else float("inf"), dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 
 
-def _axes_that_differ(subject: Subject, x: Tensor, wanted: Tensor, grad_norm: float) -> tuple[str, ...]:
-    """Axes whose ranks hold different values of ``x``: by more than rounding, or for weights at all."""
+def _axes_that_differ(subject: Subject, x: Tensor, *, tolerance: float) -> tuple[str, ...]:
+    """Axes whose ranks hold different values of ``x``: by more than ``tolerance``, relative."""
     axes = []
     for axis in AXES:
         mesh = subject.dims.view(axis)
@@ -133,8 +129,8 @@ def _axes_that_differ(subject: Subject, x: Tensor, wanted: Tensor, grad_norm: fl
             continue
         first = x.contiguous().clone()
         dist.broadcast(first, group=mesh.get_group(), group_src=0)
-        limit = CLEAR * float(x.double().norm()) * 0.1 if grad_norm else 0.0
-        if _maximum(float((x.double() - first.double()).norm()) - limit) > 0:
+        distance = float((x.double() - first.double()).norm()) - tolerance * float(x.double().norm())
+        if _maximum(distance, x.device) > 0:
             axes.append(axis)
     return tuple(axes)
 
@@ -166,10 +162,5 @@ def _broadcast(x: Tensor | None, like: Tensor) -> Tensor:
     whole = torch.zeros_like(like, dtype=torch.float64, memory_format=torch.contiguous_format)
     if x is not None:
         whole.copy_(x)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(whole, src=0)
+    dist.broadcast(whole, src=0)
     return whole
-
-
-def _device() -> torch.device:
-    return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")

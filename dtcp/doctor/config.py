@@ -8,13 +8,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from dtcp.layout import make_layout
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.stages import check_num_microbatches
+from dtcp.train.batch import layout_of
 from dtcp.train.config import JobConfig, compose_job_config, register_schemas, to_model_config
 
 SHORT = 256  # tokens: enough for several tiles a rank, and a second on a laptop
@@ -25,10 +24,6 @@ PEAKED = 2.0  # standard deviation of a query's and a key's elements after the n
 class ReferenceDType(Enum):
     float32 = "float32"
     float64 = "float64"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float64 if self is ReferenceDType.float64 else torch.float32
 
 
 class Door(Enum):
@@ -144,10 +139,8 @@ def _num_microbatches(config: DoctorJobConfig, pp: int) -> int:
 
 def _short(seq_len: int, dims: ParallelDims, config: DoctorJobConfig) -> int:
     """A length that leaves as many pads as ``seq_len`` does."""
-    multiple_of = dims.tp if config.tensor_parallel.sequence_parallel else 1
-    layout = make_layout(config.attention.layout, seq_len=seq_len, cp=dims.cp, multiple_of=multiple_of)
-    num_pads = layout.padded_seq_len - seq_len
-    unit = make_layout(config.attention.layout, seq_len=1, cp=dims.cp, multiple_of=multiple_of).padded_seq_len
+    num_pads = layout_of(config, dims, seq_len).padded_seq_len - seq_len
+    unit = layout_of(config, dims, 1).padded_seq_len
     return min(seq_len, -(-SHORT // unit) * unit - num_pads)
 
 

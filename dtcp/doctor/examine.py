@@ -17,7 +17,7 @@ from dtcp.doctor.hints import backward_of_attention, explain
 from dtcp.doctor.record import Recording, Traffic, record
 from dtcp.doctor.reference import Outcome, Reference
 from dtcp.doctor.report import Comparison, Report, largest
-from dtcp.doctor.subject import Subject, rank_and_world
+from dtcp.doctor.subject import Subject
 from dtcp.train.config import DType
 from dtcp.train.session import agreed
 
@@ -50,15 +50,19 @@ class _Examination:
 
     def __init__(self, config: DoctorJobConfig, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.is_first = rank_and_world()[0] == 0
         self.reference: Reference | None = None
         self.right: Outcome | None = None
         self.report = Report("")
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which has the reference; asked when the job has made the process group."""
+        return dist.get_rank() == 0
+
     def in_float32(self) -> None:
         """The strict comparison, and everything that is measured beside it."""
         subject = self._subject(param_dtype=DType.float32, reduce_dtype=DType.float32)
-        self.report.job = f"{subject.describe()}"
+        self.report.job = subject.describe()
         self._take_weights(subject)
         loss, norm = subject.take_step()
         self._run_reference()
@@ -117,9 +121,8 @@ class _Examination:
             if self.is_first:
                 assert self.reference is not None
                 is_wide = self.config.doctor.reference_dtype is ReferenceDType.float64
-                narrow = self.reference.run()
-                self.right = self.reference.run_in(torch.float64) if is_wide else narrow
-                if not self.reference.is_repeatable(narrow):
+                self.right = self.reference.run_in(torch.float64) if is_wide else self.reference.outcome
+                if not self.reference.is_repeatable():
                     raise ValueError(
                         "the model does not give the same twice on one rank: it draws random numbers (F.dropout, "
                         "randn), which would differ on every mesh; draw none, or use dtcp.Dropout with keys"
@@ -131,12 +134,12 @@ class _Examination:
         with agreed():
             if self.is_first:
                 assert self.reference is not None and self.right is not None
-                exact = self.reference.run_in(torch.float64)
-                narrow = self.reference.run()
-                for name, wanted in exact.gradients.items():
-                    own = error_of(narrow.gradients[name], wanted, exact.grad_norm)
+                if self.right is self.reference.outcome:
+                    self.right = self.reference.run_in(torch.float64)
+                scale = self.right.grad_norm
+                for name, wanted in self.right.gradients.items():
+                    own = error_of(self.reference.outcome.gradients[name], wanted, scale)
                     limits[name] = min(max(TOLERANCE, ROUNDING_FACTOR * own), MOST_ROUNDING)
-                self.right = exact
         return _from_first(limits)
 
     def _compare(
@@ -161,7 +164,7 @@ class _Examination:
             reference_loss=right_loss,
             grad_norm=norm,
             reference_grad_norm=right_norm,
-            number_limit=max(number_limit, *_none_below(limits)),
+            number_limit=max(number_limit, min(limits.values(), default=0.0)),
             deviations=deviations,
             missing=[name for name in names if name not in arrived],
         )
@@ -184,10 +187,9 @@ class _Examination:
     def _record(self, subject: Subject) -> None:
         """Take the step once more, all compiled by now, and measure it."""
         subject.model.zero_grad()
-        _, recording = record(lambda: subject.take_step(), subject.named_blocks(subject.model), subject.dims)
-        recordings: list[Recording] = [recording] * rank_and_world()[1]
-        if len(recordings) > 1:
-            dist.all_gather_object(recordings, recording)
+        _, recording = record(subject.take_step, subject.named_blocks(subject.model), subject.dims)
+        recordings: list[Recording] = [recording] * subject.dims.mesh.size()
+        dist.all_gather_object(recordings, recording)
         report = self.report
         most: dict[tuple[str, str], Traffic] = {}
         for traffic in (t for one in recordings for t in one.traffic):
@@ -276,15 +278,8 @@ def _where(deviations: list[Deviation]) -> str:
     )
 
 
-def _none_below(limits: Mapping[str, float]) -> list[float]:
-    """For the numbers: the least limit of a gradient, 0 without any."""
-    return [min(limits.values(), default=0.0)]
-
-
 def _from_first(value: Any) -> Any:
     """Rank 0's value on every rank."""
-    if rank_and_world()[1] == 1:
-        return value
     held = [value]
     dist.broadcast_object_list(held, src=0)
     return held[0]

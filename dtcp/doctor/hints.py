@@ -11,6 +11,7 @@ from torch import Tensor
 from dtcp.doctor.compare import CLEAR, TOLERANCE, Deviation
 from dtcp.doctor.reference import IGNORED, Fault, Outcome, Reference
 from dtcp.doctor.subject import Subject
+from dtcp.layout import SequenceLayout
 
 Gradients = Mapping[str, Tensor]
 MOST_SINGLES = 32  # biases that are tried out one by one
@@ -146,10 +147,10 @@ def _some(names: Sequence[str], right: Outcome) -> str:
 def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
     """Yield the known faults that a job on this mesh can have, the likeliest first."""
     batch = reference.batch
-    parts = owners(subject).to(batch.tokens.device)
+    parts = owners(subject.layout, batch.tokens.device)
     yield from _wrong_means(subject, batch.labels, parts)
     if subject.dims.cp > 1:
-        shifted = _labels_shifted_after_cut(subject, batch.tokens)
+        shifted = _labels_shifted_after_cut(subject.layout, batch.tokens)
         for labels in (shifted, shifted.masked_fill(batch.labels == IGNORED, IGNORED)):
             yield Fault(
                 "labels are shifted after the cut: the last token of a rank's run gets the first of its next, or none; "
@@ -159,9 +160,9 @@ def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
         yield Fault(
             "positions are local: every rank counts its tokens from 0, in RoPE or in the position table; "
             + _GIVE_POSITIONS,
-            positions=_local_positions(subject, batch.positions),
+            positions=_local_positions(subject.layout, batch.positions),
         )
-        calls = sum(reference.count_attention_calls(dict(subject.named_blocks(reference.model))).values())
+        calls = sum(reference.count_attention_calls(subject.named_blocks(reference.model)).values())
         for layer in range(calls):
             yield Fault(
                 f"attention call {layer} of {calls} (from 0) bypasses dtcp's dispatch: its queries see the keys of "
@@ -173,13 +174,20 @@ def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
         yield from _repeated_biases(subject, reference)
 
 
-def owners(subject: Subject) -> Tensor:
-    """Return the cp rank of each token, int64 (S,)."""
-    layout = subject.layout
-    owner = torch.empty(layout.padded_seq_len, dtype=torch.int64)
+def _held(layout: SequenceLayout, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the slots of each cp rank that hold tokens, and these tokens, int64."""
     for rank in range(layout.cp):
-        owner[layout.positions(rank)] = rank
-    return owner[: layout.seq_len]
+        positions = layout.positions(rank)
+        slots = (positions < layout.seq_len).nonzero()[:, 0]
+        yield slots.to(device), positions[slots].to(device)
+
+
+def owners(layout: SequenceLayout, device: torch.device) -> Tensor:
+    """Return the cp rank of each token, int64 (S,)."""
+    owner = torch.empty(layout.seq_len, dtype=torch.int64, device=device)
+    for rank, (_, tokens) in enumerate(_held(layout, device)):
+        owner[tokens] = rank
+    return owner
 
 
 def _wrong_means(subject: Subject, labels: Tensor, parts: Tensor) -> Iterator[Fault]:
@@ -209,32 +217,25 @@ def _wrong_means(subject: Subject, labels: Tensor, parts: Tensor) -> Iterator[Fa
         )
 
 
-def _labels_shifted_after_cut(subject: Subject, tokens: Tensor) -> Tensor:
+def _labels_shifted_after_cut(layout: SequenceLayout, tokens: Tensor) -> Tensor:
     """What a rank gets that takes the next of its own tokens as the target of each."""
     shifted = torch.full_like(tokens, IGNORED)
-    layout = subject.layout
-    for rank in range(layout.cp):
-        held = layout.positions(rank)
-        held = held[held < layout.seq_len].to(tokens.device)
+    for _, held in _held(layout, tokens.device):
         shifted[:, held[:-1]] = tokens[:, held[1:]]
     return shifted
 
 
+def _local_positions(layout: SequenceLayout, positions: Tensor) -> Tensor:
+    local = positions.clone()
+    for slots, held in _held(layout, positions.device):
+        local[:, held] = slots
+    return local
+
+
 def _ignores_positions(subject: Subject, reference: Reference) -> bool:
     """Whether other positions change nothing at all: then a model that needs some makes its own."""
-    other = reference.run(Fault("", positions=_local_positions(subject, reference.batch.positions)))
-    return other.loss == reference.run().loss
-
-
-def _local_positions(subject: Subject, positions: Tensor) -> Tensor:
-    local = positions.clone()
-    layout = subject.layout
-    for rank in range(layout.cp):
-        held = layout.positions(rank)
-        slots = torch.arange(held.numel(), device=local.device)
-        is_token = held < layout.seq_len
-        local[:, held[is_token].to(local.device)] = slots[is_token.to(local.device)]
-    return local
+    other = reference.run(Fault("", positions=_local_positions(subject.layout, reference.batch.positions)))
+    return other.loss == reference.outcome.loss
 
 
 def _repeated_biases(subject: Subject, reference: Reference) -> Iterator[Fault]:

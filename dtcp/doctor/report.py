@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dtcp.doctor.compare import Deviation
+from dtcp.doctor.compare import CLEAR, Deviation
 from dtcp.doctor.record import Traffic
 
 NUM_WORST = 8
@@ -137,7 +137,7 @@ def _looks_like(deviation: Deviation) -> str:
         said.append(f"right when added up over {' and '.join(deviation.complete_over)}")
     elif deviation.differs_over:
         said.append(f"differs over {' and '.join(deviation.differs_over)}")
-    if deviation.residual <= 1e-3 and not deviation.complete_over:
+    if deviation.residual <= CLEAR and not deviation.complete_over:
         said.append(f"{deviation.factor:.4g} times the right one")
     return f"  {'; '.join(said)}" if said else ""
 

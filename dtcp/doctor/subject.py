@@ -3,8 +3,6 @@
 Shapes: B rows, S = seq_len.
 """
 
-import contextlib
-import dataclasses
 import inspect
 import math
 import os
@@ -12,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtcp
 from dtcp.doctor.config import DoctorJobConfig, Door, load, load_function, small_job
 from dtcp.doctor.reference import IGNORED, Batch, check_logits
-from dtcp.dropout import Dropout, dropout_keys
+from dtcp.dropout import Dropout
 from dtcp.dtensor import is_dtensor
 from dtcp.models import build_model
 from dtcp.models.init import Init, assign, draw, plain_name
@@ -28,7 +25,6 @@ from dtcp.train.batch import Microbatch, deal_microbatches
 from dtcp.train.config import to_model_config
 from dtcp.train.parallel import cut_model
 from dtcp.train.session import agreed
-from dtcp.train.summary import summary
 from dtcp.train.trainer import Trainer, seed_everything
 
 NOISE = Init(std=0.1)  # added to norms and biases, which start at 1 and 0: a bias that counts twice has to show
@@ -66,12 +62,7 @@ class Subject(Trainer):
             ValueError: If a model of the user's is no such model.
         """
         own = self.options.model is not None
-        model: Any = self._make_own() if own else build_model(self.model_config, device="meta")
-        if not any(parameter.is_meta for parameter in model.parameters()):
-            return model.to(self.device)
-        model.to_empty(device=self.device)
-        model.init_weights(self.config.debug.seed)  # buffers too, which no one gathers
-        return model
+        return self._materialized(self._make_own() if own else build_model(self.model_config, device="meta"))
 
     def take_step(self) -> tuple[float, float]:
         """Forward and backward of the job: its loss and gradient norm. The gradients stay, as the optimizer's."""
@@ -89,19 +80,15 @@ class Subject(Trainer):
         more = {name: x for name, x in self.inputs(microbatch).items() if name != "positions"}
         return Batch(tokens, labels, positions, more)
 
-    def describe(self) -> str:
+    @property
+    def takes_dropout_keys(self) -> bool:
+        """As the trainer; a model of the user's gets keys if it drops and its forward names them."""
+        return super().takes_dropout_keys if self.options.model is None else self._own_takes_keys
+
+    @property
+    def model_summary(self) -> tuple[str, int]:
         """As the trainer; a model of the user's goes by its import path."""
-        if self.options.model is None:
-            return super().describe()
-        model = dataclasses.replace(self.config.model, name=self.options.model)
-        return summary(
-            dataclasses.replace(self.config, model=model),
-            self.dims,
-            self.layout,
-            num_parameters=self._num_own_parameters,
-            num_microbatches=len(self.rows),
-            device=self.device,
-        )
+        return super().model_summary if self.options.model is None else (self.options.model, self._num_own_parameters)
 
     def rows_of_readers(self) -> list[list[range]]:
         """Rows of the whole batch by data parallel rank, a range for each microbatch."""
@@ -132,48 +119,24 @@ class Subject(Trainer):
             super().tell_sequence()
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """Logits, by the door that is examined."""
-        with self._context():
-            return check_logits(super().forward(microbatch), microbatch.tokens)
+        """Logits, as what they have to be."""
+        return check_logits(super().forward(microbatch), microbatch.tokens)
 
     def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
-        """The same for the loss by chunks."""
-        with self._context():
+        """As the trainer, by the door that is examined."""
+        if self.options.door is Door.plan or self.dims.cp == 1:
+            return super().loss(microbatch, num_valid_tokens)
+        attention = self.config.attention
+        with dtcp.context_parallel(
+            self.dims.view("cp"),
+            seq_len=self.layout.seq_len,
+            layout=self.layout.name,
+            multiple_of=self.layout.multiple_of,
+            strategy=attention.strategy,
+            kernel=attention.kernel,
+        ):
             return super().loss(microbatch, num_valid_tokens)
 
-    def inputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """What the model takes beside the tokens; a model of the user's gets keys if it names them."""
-        if self.options.model is None:
-            return super().inputs(microbatch)
-        inputs = {"positions": microbatch.positions}
-        if self._own_takes_keys:
-            seed, rows = self.config.debug.seed, microbatch.row_indices
-            inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.positions)
-        return inputs
-
-    def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self.options.door is not Door.context or self.dims.cp == 1 or self._is_in_context:
-            return contextlib.nullcontext()
-        return self._enter_context()
-
-    @contextlib.contextmanager
-    def _enter_context(self) -> Any:
-        attention = self.config.attention
-        self._is_in_context = True
-        try:
-            with dtcp.context_parallel(
-                self.dims.view("cp"),
-                seq_len=self.layout.seq_len,
-                layout=self.layout.name,
-                multiple_of=self.dims.tp if self.config.tensor_parallel.sequence_parallel else 1,
-                strategy=attention.strategy,
-                kernel=attention.kernel,
-            ):
-                yield
-        finally:
-            self._is_in_context = False
-
-    _is_in_context = False
     _own_takes_keys = False
     _num_own_parameters = 0
 
@@ -181,11 +144,12 @@ class Subject(Trainer):
         """Plans that the section names, and none for attention behind a context."""
         plans: dict[str, Any] = {}
         for name in ("tensor_plan", "context_plan"):
-            if getattr(self.options, name) is not None and self.options.model is None:
+            if (path := getattr(self.options, name)) is None:
+                continue
+            if self.options.model is None:
                 raise ValueError(f"doctor.{name} is for a doctor.model; dtcp has plans for its own models")
-            if (path := getattr(self.options, name)) is not None:
-                found = load(path, f"doctor.{name}")
-                plans[name] = found if isinstance(found, Mapping) else found(model)
+            found = load(path, f"doctor.{name}")
+            plans[name] = found if isinstance(found, Mapping) else found(model)
         if self.options.door is Door.context:
             if self.dims.pp > 1:
                 raise ValueError("doctor.door=context is for models without stages, got mesh.pp > 1; use door=plan")
@@ -198,15 +162,17 @@ class Subject(Trainer):
         seed_everything(self.config.debug.seed, deterministic=self.config.debug.deterministic)
         with agreed():
             whole = self._make_own()
-            is_meta = any(parameter.is_meta for parameter in whole.parameters())
-            if is_meta and self.dims.pp > 1:
+            if self.dims.pp > 1 and _is_on_meta(whole):
                 raise ValueError(f"doctor.model={self.options.model} has to have its weights already, with mesh.pp > 1")
-            parallel = cut_model(whole, self.dims, self.config, **self.plans(whole))
-            if not is_meta:
-                return parallel.to(self.device)
-            parallel.to_empty(device=self.device)
-            parallel.init_weights(self.config.debug.seed)  # type: ignore[operator]
-            return parallel
+            return self._materialized(cut_model(whole, self.dims, self.config, **self.plans(whole)))
+
+    def _materialized(self, model: Any) -> nn.Module:
+        """``model`` on this rank's device; one on the meta device with the weights and buffers of its seed."""
+        if not _is_on_meta(model):
+            return model.to(self.device)
+        model.to_empty(device=self.device)
+        model.init_weights(self.config.debug.seed)
+        return model
 
     def _make_own(self) -> nn.Module:
         path = self.options.model
@@ -221,7 +187,7 @@ class Subject(Trainer):
                 f"doctor.model={path}: {type(model).__name__}.forward takes {', '.join(names)}; it has to take tokens "
                 "(B, S) and positions (B, S), which a cut sequence needs, and to return logits (B, S, V): wrap it"
             )
-        if any(p.is_meta for p in model.parameters()) and not hasattr(model, "init_weights"):
+        if _is_on_meta(model) and not hasattr(model, "init_weights"):
             raise ValueError(f"doctor.model={path} is on the meta device; it needs init_weights(seed)")
         self._num_own_parameters = sum(parameter.numel() for parameter in model.parameters())
         drops = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout | Dropout) and m.p > 0]
@@ -242,6 +208,10 @@ class Subject(Trainer):
                 noise = draw(parameter.shape, self.config.debug.seed + 1, name, NOISE).to(parameter.dtype)
                 full = whole_tensor(parameter.detach()).cpu() + noise
                 assign(parameter, full)
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def check_fits(num_parameters: int, device: torch.device) -> None:
@@ -266,8 +236,3 @@ def check_fits(num_parameters: int, device: torch.device) -> None:
 def whole_tensor(x: Tensor) -> Tensor:
     """Return a DTensor's whole value, plain tensors as they are. Collective over its mesh."""
     return x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
-
-
-def rank_and_world() -> tuple[int, int]:
-    """This rank and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtcp.layout import SequenceLayout
+from dtcp.layout import SequenceLayout, make_layout
+from dtcp.mesh import ParallelDims
 from dtcp.shard import shard
+from dtcp.train.config import JobConfig
 from dtcp.train.data import deal_rows
 
 
@@ -38,6 +40,17 @@ def deal_microbatches(
     if local_batch_size is None:
         local_batch_size = max(1, global_batch_size // dp_size if global_batch_size % dp_size == 0 else 1)
     return deal_rows(global_batch_size, local_batch_size, dp_rank, dp_size)
+
+
+def layout_of(config: JobConfig, dims: ParallelDims, seq_len: int) -> SequenceLayout:
+    """Return how the job cuts a sequence of ``seq_len`` tokens.
+
+    Raises:
+        ValueError: If there is no such layout, or the number makes no sense.
+    """
+    # Sequence parallelism cuts a rank's positions once more, evenly.
+    multiple_of = dims.tp if config.tensor_parallel.sequence_parallel else 1
+    return make_layout(config.attention.layout, seq_len=seq_len, cp=dims.cp, multiple_of=multiple_of)
 
 
 def cut(

@@ -16,15 +16,20 @@ def summary(
     dims: ParallelDims,
     layout: SequenceLayout,
     *,
-    num_parameters: int,
+    model: tuple[str, int],
     num_microbatches: int,
     device: torch.device,
 ) -> str:
-    """The job in two lines: what is trained, and how it is cut."""
+    """The job in two lines: what is trained, and how it is cut.
+
+    Args:
+        model: Its name and number of parameters.
+    """
+    name, num_parameters = model
     training = config.training
     precision = f"{training.param_dtype.name}{', compiled' if training.compile else ''}"
     return (
-        f"dtcp {dtcp.__version__}  {config.model.name}: {num_parameters:,} parameters, "
+        f"dtcp {dtcp.__version__}  {name}: {num_parameters:,} parameters, "
         f"{precision}, on {dims.mesh.size()} {device.type} rank(s)\n"
         f"pp {dims.pp} x dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}"
         f"{' with sequence parallelism' if dims.tp > 1 and config.tensor_parallel.sequence_parallel else ''}  "

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dtcp
 from dtcp.dropout import dropout_keys
-from dtcp.layout import make_layout
 from dtcp.linear_loss import linear_token_loss
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
@@ -29,7 +28,7 @@ from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.parallelize.pipeline import Pipeline
 from dtcp.parallelize.stages import check_num_microbatches
 from dtcp.shard import check_same_batch
-from dtcp.train.batch import Microbatch, cut, deal_microbatches
+from dtcp.train.batch import Microbatch, cut, deal_microbatches, layout_of
 from dtcp.train.checkpoint import Checkpointer, check_checkpoint_config, load_tensors, state_tensors
 from dtcp.train.checkpoint_files import read_description
 from dtcp.train.checks import check_numbers, check_vocabulary
@@ -77,11 +76,7 @@ class Trainer:
             num_readers = self.dims.dp_replicate * self.dims.dp_shard
             self.model_config.check_seq_len(config.training.seq_len)
             deal_microbatches(config.training.global_batch_size, config.training.local_batch_size, 0, num_readers)
-            # Sequence parallelism cuts a rank's positions once more, evenly.
-            multiple_of = self.dims.tp if config.tensor_parallel.sequence_parallel else 1
-            self.layout = make_layout(
-                config.attention.layout, seq_len=config.training.seq_len, cp=self.dims.cp, multiple_of=multiple_of
-            )
+            self.layout = layout_of(config, self.dims, config.training.seq_len)
             self.dataset = make_dataset(
                 to_data_config(config.data), seq_len=config.training.seq_len, seed=config.debug.seed
             )
@@ -192,10 +187,20 @@ class Trainer:
         """Return this rank's logits, (B, S_local, V); with tp > 1 a DTensor, ``Shard(-1)`` over tp."""
         return self.model(microbatch.tokens, **self.inputs(microbatch))
 
+    @property
+    def takes_dropout_keys(self) -> bool:
+        """Whether the model drops anything, by keys that it is given."""
+        return getattr(self.model_config, "has_dropout", False)
+
+    @property
+    def model_summary(self) -> tuple[str, int]:
+        """The model's name and its number of parameters."""
+        return self.config.model.name, self.model_config.num_parameters
+
     def inputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return what the model takes beside the tokens, (B, S_local) each."""
         inputs = {"positions": microbatch.positions}
-        if getattr(self.model_config, "has_dropout", False):
+        if self.takes_dropout_keys:
             # Of the step to come: a second forward before it drops the same elements.
             seed, rows = self.config.debug.seed, microbatch.row_indices
             inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.positions)
@@ -348,7 +353,7 @@ class Trainer:
             self.config,
             self.dims,
             self.layout,
-            num_parameters=self.model_config.num_parameters,
+            model=self.model_summary,
             num_microbatches=len(self.rows),
             device=self.device,
         )

@@ -13,11 +13,11 @@ from torch import nn
 
 import dtcp
 from dtcp.models import build_model
-from live_bytes import peak_live_bytes
-from memory_bench.steps import MIB, measure_steps
+from memory_bench.steps import MIB, add_block_arguments, kept_between_halves, measure_steps
 
 HELP = "activation checkpointing: none, full, selective, every second block"
 IS_TIMED = True
+add_arguments = add_block_arguments
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "selective, matmuls saved": {"mode": "selective", "save_matmuls": True},
@@ -25,13 +25,6 @@ MODES: dict[str, dict[str, Any]] = {
     "selective": {"mode": "selective"},
     "full": {"mode": "full"},
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--layers", type=int, default=4, metavar="L", help="blocks (4)")
-    add("--dim", type=int, default=256, metavar="D", help="256, with 4 heads and 2 key heads")
-    add("--tokens", type=int, default=2048, metavar="S", help="2048")
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -43,11 +36,15 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "llama_tiny", num_layers=arguments.layers, dim=dim, ffn_dim=11 * dim // 4, vocab_size=64
         )
         dtcp.apply_activation_checkpointing(models[name], **options)
-    kept = {name: _kept_bytes(model, tokens) for name, model in models.items()}
+
+    def forward(model: nn.Module) -> torch.Tensor:
+        return model(tokens).square().mean()
 
     def step(model: nn.Module) -> None:
-        model(tokens).square().mean().backward()
+        forward(model).backward()
         model.zero_grad()
+
+    kept = {name: kept_between_halves(functools.partial(forward, model)) for name, model in models.items()}
 
     records = measure_steps({name: functools.partial(step, model) for name, model in models.items()}, arguments.repeats)
     sizes = {name: getattr(arguments, name) for name in ("layers", "dim", "tokens")}
@@ -55,15 +52,6 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         {"way": name, **sizes, "kept_bytes": kept[name], "kept_ratio": kept[name] / kept["none"], **record}
         for name, record in records.items()
     ]
-
-
-def _kept_bytes(model: nn.Module, tokens: torch.Tensor) -> int:
-    with peak_live_bytes() as live:
-        loss = model(tokens).square().mean()
-        kept = live.live
-        loss.backward()
-    model.zero_grad()
-    return kept
 
 
 def print_tables(console: Console, records: list[dict[str, Any]]) -> None:

@@ -23,12 +23,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import dtcp
 from dtcp.models import build_model
-from live_bytes import peak_live_bytes
-from memory_bench.steps import MIB
+from memory_bench.steps import MIB, add_block_arguments, kept_between_halves
 from ranks import Ranks
 
 HELP = "seconds and kept bytes of a step: no, selective and full recomputation, and two cp ranks"
 IS_TIMED = True
+add_arguments = add_block_arguments
 # ranks, options of apply_activation_checkpointing
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "none": (1, {"mode": "none"}),
@@ -38,13 +38,6 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "none, cp=2": (2, {"mode": "none"}),
     "full, cp=2": (2, {"mode": "full"}),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--layers", type=int, default=4, metavar="L", help="blocks (4)")
-    add("--dim", type=int, default=256, metavar="D", help="256, with 4 heads and 2 key heads")
-    add("--tokens", type=int, default=2048, metavar="S", help="2048")
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -92,10 +85,7 @@ def take_steps(
     """Seconds and CPU seconds, the fewer of two steps after a first one, and bytes kept between a step's halves."""
     torch.set_num_threads(num_threads // world)
     forward = _make_forward(world, sizes, options)
-    with peak_live_bytes() as live:
-        loss = forward()
-        kept = live.live
-        loss.backward()
+    kept = kept_between_halves(forward)
     taken = []
     for _ in range(2):
         dist.barrier()

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-from live_bytes import peak_allocated_bytes
+from torch import Tensor
+
+from live_bytes import peak_allocated_bytes, peak_live_bytes
 
 Step = Callable[[], Any]
 """Forward and backward; takes back what it leaves behind, gradients for instance."""
 
 MIB = 2**20
+
+
+def add_block_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes of a few blocks of a Llama."""
+    add = parser.add_argument
+    add("--layers", type=int, default=4, metavar="L", help="blocks (4)")
+    add("--dim", type=int, default=256, metavar="D", help="256, with 4 heads and 2 key heads")
+    add("--tokens", type=int, default=2048, metavar="S", help="2048")
+
+
+def kept_between_halves(forward: Callable[[], Tensor]) -> int:
+    """Return the bytes that are alive between a forward and its backward, and were not before; gradients stay."""
+    with peak_live_bytes() as live:
+        loss = forward()
+        kept = live.live
+        loss.backward()
+    return kept
 
 
 def measure_steps(steps: dict[str, Step], repeats: int) -> dict[str, dict[str, Any]]:
