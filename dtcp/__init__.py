@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from dtcp.dispatch.tagged import as_dtensor
     from dtcp.dispatch.unshard import context_parallel_unshard
     from dtcp.dropout import AttentionDropout, Dropout, ModelWithDropout, dropout_keys, name_dropouts
-    from dtcp.layout import SequenceLayout, Tile, make_layout
+    from dtcp.layout import SequenceLayout, make_layout
+    from dtcp.tiles import Tile
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionDropout": "dtcp.dropout",
     "ContextParallel": "dtcp.parallelize.context",
+    "Documents": "dtcp.documents",
     "Dropout": "dtcp.dropout",
     "HeadParallelDropout": "dtcp.parallelize.dropout",
     "ModelWithDropout": "dtcp.dropout",
@@ -50,7 +52,7 @@ _HOME = {
     "SequenceLayout": "dtcp.layout",
     "SequenceParallelDropout": "dtcp.parallelize.dropout",
     "SharedInputColumns": "dtcp.parallelize.styles",
-    "Tile": "dtcp.layout",
+    "Tile": "dtcp.tiles",
     "VocabularyParallelEmbedding": "dtcp.parallelize.styles",
     "apply_activation_checkpointing": "dtcp.parallelize.checkpointing",
     "apply_fsdp": "dtcp.parallelize.fsdp",
@@ -77,6 +79,7 @@ _HOME = {
 __all__ = [
     "AttentionDropout",
     "ContextParallel",
+    "Documents",
     "Dropout",
     "HeadParallelDropout",
     "ModelWithDropout",

@@ -4,56 +4,29 @@ A layout is integers only: no process group, no device. Every rank's slots are i
 order, and pads sort last, so the valid slots of a rank are always a prefix of them.
 
     head_tail, seq_len 16, cp 4:   rank 0 [0 1 14 15]   rank 1 [2 3 12 13]   rank 2 [4 5 10 11]   rank 3 [6 7 8 9]
+    per_document, lengths [4, 12], cp 2:   rank 0 [0 3 4 5 6 13 14 15]   rank 1 [1 2 7 8 9 10 11 12]
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-Integers = npt.NDArray[np.int64]
+from dtcp.documents import Documents, Integers, check_documents
+from dtcp.mask import Mask, checked_mask
+from dtcp.placement import per_document_positions, regular_positions
+from dtcp.tiles import Tile, cut_tiles
 
-LAYOUT_NAMES = ("contiguous", "head_tail", "striped")
-_PLANNED_LAYOUTS = ("per_document", "auto")
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A rectangle of (query slot, key slot) pairs that one rank computes with the keys of another.
-
-    Slots are local: ``q_start:q_stop`` of the rank that asks, ``kv_start:kv_stop`` of the rank that owns
-    the keys. ``kind`` is ``"full"`` (every pair allowed) or ``"causal"`` (square; the i-th query of the
-    tile sees the first i+1 keys of it).
-    """
-
-    q_start: int
-    q_stop: int
-    kv_start: int
-    kv_stop: int
-    kind: str
-
-    @property
-    def num_queries(self) -> int:
-        return self.q_stop - self.q_start
-
-    @property
-    def num_keys(self) -> int:
-        return self.kv_stop - self.kv_start
-
-    @property
-    def num_pairs(self) -> int:
-        """Allowed (query, key) pairs."""
-        if self.kind == "causal":
-            return self.num_queries * (self.num_queries + 1) // 2
-        return self.num_queries * self.num_keys
+LAYOUT_NAMES = ("contiguous", "head_tail", "striped", "per_document")
+STATE_SIZE = 5  # numbers of a layout's state, before the documents that it places tokens by
+COUNTER = 4  # which of them is that of a call counter (attention/calls.py), 0 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +34,23 @@ class SequenceLayout:
     """Which tokens of one sequence each cp rank holds; made by ``make_layout``.
 
     Attributes:
-        name: ``contiguous``, ``head_tail`` or ``striped``.
+        name: ``contiguous``, ``head_tail``, ``striped`` or ``per_document``.
         seq_len: Tokens of the whole sequence, without pads.
         cp: Ranks that share it.
         multiple_of: Divides ``local_seq_len``.
-        documents: Where documents lie (not used by the layouts of this version).
+        placed_by: Documents that say which rank holds which tokens; None but for ``per_document``.
+        documents: What ``make_layout`` was given. A mask only where they are given to a call too.
+        state: int64 (5,), or (5 + all of ``documents.state``) for ``per_document``: what travels through the
+            attention ops. A tensor of constant shape costs torch.compile no recompilation when the next step has
+            another length, or other documents.
     """
 
     name: str
     seq_len: int
     cp: int
     multiple_of: int = 1
-    documents: Any = None
-    # The four integers above as a tensor: what travels through the attention ops. A tensor of constant
-    # shape costs torch.compile no recompilation when the next step has another length. The fifth number is
-    # that of a call counter (attention/calls.py), 0 for none.
+    placed_by: Documents | None = None
+    documents: Documents | None = field(default=None, compare=False, repr=False)
     state: Tensor = field(init=False, compare=False, repr=False)
     padded_seq_len: int = field(init=False, compare=False)
     local_seq_len: int = field(init=False, compare=False)
@@ -85,7 +60,7 @@ class SequenceLayout:
         object.__setattr__(self, "padded_seq_len", padded)
         object.__setattr__(self, "local_seq_len", padded // self.cp)
         kind = LAYOUT_NAMES.index(self.name)
-        object.__setattr__(self, "state", _state([kind, self.seq_len, self.cp, self.multiple_of, 0]))
+        object.__setattr__(self, "state", _state([kind, self.seq_len, self.cp, self.multiple_of, 0], self.placed_by))
 
     def _multiple(self) -> int:
         """What ``padded_seq_len`` is a multiple of. At cp=1 nothing is cut, so head_tail needs no even length."""
@@ -93,111 +68,181 @@ class SequenceLayout:
             return self.multiple_of
         return self.cp * (math.lcm(2, self.multiple_of) if self.name == "head_tail" else self.multiple_of)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch that have places of their own; 1 where all rows are alike."""
+        return 1 if self.placed_by is None or self.placed_by.is_shared else self.placed_by.num_rows
+
     def positions(self, rank: int) -> Tensor:
-        """Global token index of each slot of ``rank``: int64 (S_local,), increasing; pads are distinct, >= seq_len."""
+        """Global token index of each slot of ``rank``, increasing; pads are distinct, >= seq_len.
+
+        Returns:
+            int64 (S_local,), or (num_rows, S_local) where the documents of rows differ and place their tokens.
+        """
         self._check_rank(rank)
-        return torch.from_numpy(_positions(self.name, self.cp, self.local_seq_len, rank).copy())
+        if self.num_rows == 1:
+            return torch.from_numpy(slot_positions(self, rank).copy())
+        return torch.from_numpy(np.stack([slot_positions(self, rank, row) for row in range(self.num_rows)]))
 
     def num_valid(self, rank: int) -> int:
-        """Slots of ``rank`` that hold a token; they are the first ones."""
+        """Slots of ``rank`` that hold a token; they are the first ones, equally many in each row."""
         self._check_rank(rank)
         return _num_valid(self, rank)
 
     def inverse(self) -> Tensor:
-        """int64 (seq_len,): where token t stands among all slots in rank-major order (rank·S_local + slot)."""
-        return torch.from_numpy(_inverse(self).copy())
+        """int64 (seq_len,), or (num_rows, seq_len): where token t stands among all slots in rank-major order.
+
+        That is rank·S_local + slot.
+        """
+        rows = [_inverse(self, row) for row in range(self.num_rows)]
+        return torch.from_numpy(rows[0].copy() if self.num_rows == 1 else np.stack(rows))
+
+    def select_rows(self, rows: slice | Sequence[int]) -> SequenceLayout:
+        """The layout of some rows of a batch, of a microbatch say."""
+        placed_by, documents = (d and d.select_rows(rows) for d in (self.placed_by, self.documents))
+        return _make_layout(self.name, self.seq_len, self.cp, self.multiple_of, placed_by)._with(documents)
 
     def tiles(
-        self, q_rank: int, kv_rank: int, *, is_causal: bool = False, kv_layout: SequenceLayout | None = None
+        self,
+        q_rank: int,
+        kv_rank: int,
+        mask: Mask | None = None,
+        *,
+        is_causal: bool = False,
+        kv_layout: SequenceLayout | None = None,
+        may_mask: bool = True,
     ) -> tuple[Tile, ...]:
         """Rectangles that ``q_rank`` has to compute with the keys of ``kv_rank``; pads are in none of them.
 
         Args:
-            kv_layout: Layout of the keys where it is another one (cross attention; not causal).
+            mask: What a query may see; ``is_causal`` is short for ``Mask(is_causal=True)``.
+            kv_layout: Layout of the keys where it is another one (cross attention; no causal mask and the like).
+            may_mask: Whether ragged edges may become rectangles with a mask.
 
         Raises:
-            ValueError: If a rank is out of range, or ``is_causal`` is asked with another key layout.
+            ValueError: If a rank is out of range, or the mask compares positions of two different sequences.
         """
-        kv_layout = kv_layout or self
+        kv_layout, mask = kv_layout or self, mask or Mask(is_causal=is_causal)
         self._check_rank(q_rank)
         kv_layout._check_rank(kv_rank)
-        if is_causal and kv_layout != self:
-            raise ValueError(
-                "is_causal needs queries and keys in one layout, got a kv_layout of "
-                f"{kv_layout.name}, seq_len={kv_layout.seq_len}; use is_causal=False or drop kv_layout"
-            )
-        return _tiles(self, kv_layout, q_rank, kv_rank, is_causal)
+        self._check_comparable(kv_layout, mask)
+        return _tiles(self, kv_layout, mask, q_rank, kv_rank, may_mask)
 
     def key_range(
-        self, q_rank: int, kv_rank: int, *, is_causal: bool = False, kv_layout: SequenceLayout | None = None
+        self,
+        q_rank: int,
+        kv_rank: int,
+        mask: Mask | None = None,
+        *,
+        is_causal: bool = False,
+        kv_layout: SequenceLayout | None = None,
     ) -> tuple[int, int]:
         """Slots start..stop of ``kv_rank`` that ``tiles`` of the same arguments read; (0, 0) if none."""
-        kv_layout = kv_layout or self
-        num_q, num_kv = _num_valid(self, q_rank), _num_valid(kv_layout, kv_rank)
-        if num_q == 0:
-            return 0, 0
-        if not is_causal:
-            return 0, num_kv
-        last = _positions(self.name, self.cp, self.local_seq_len, q_rank)[num_q - 1]
-        keys = _positions(kv_layout.name, kv_layout.cp, kv_layout.local_seq_len, kv_rank)[:num_kv]
-        return 0, int(np.searchsorted(keys, last, side="right"))
+        return _key_range(self, kv_layout or self, mask or Mask(is_causal=is_causal), q_rank, kv_rank)
+
+    def visible(
+        self, q_rank: int, kv_rank: int, mask: Mask, row: int = 0, *, kv_layout: SequenceLayout | None = None
+    ) -> tuple[Integers, Integers]:
+        """Of each query slot of ``q_rank`` that holds a token, the key slots of ``kv_rank`` that it sees.
+
+        Returns:
+            (first, last + 1), int64 (num_valid(q_rank),) each, equal where it sees none.
+        """
+        return _visible(self, kv_layout or self, mask, q_rank, kv_rank, row)
 
     def attended_pairs(
-        self, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1), documents: Any = None
+        self,
+        is_causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        documents: Documents | None = None,
+        key_lengths: Sequence[int] | None = None,
     ) -> list[int]:
-        """Allowed (query, key) pairs of each rank: the work of its attention, per head and row."""
-        if tuple(window_size) != (-1, -1):
-            raise NotImplementedError(f"attended_pairs does not know windows yet, got window_size={window_size}")
+        """Allowed (query, key) pairs of each rank, summed over the rows that differ: the work of its attention."""
+        mask = checked_mask(is_causal=is_causal, window_size=window_size, documents=documents, key_lengths=key_lengths)
         if documents is not None:
-            raise NotImplementedError("attended_pairs does not know documents yet; use documents=None")
-        ranks = range(self.cp)
-        return [sum(t.num_pairs for s in ranks for t in self.tiles(r, s, is_causal=is_causal)) for r in ranks]
+            documents.check_fits(self.seq_len)
+        return [_num_pairs(self, mask, rank) for rank in range(self.cp)]
 
     def imbalance(
-        self, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1), documents: Any = None
+        self,
+        is_causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+        documents: Documents | None = None,
+        key_lengths: Sequence[int] | None = None,
     ) -> float:
         """Pairs of the busiest rank over the mean: 1.0 is balanced, cp is one rank doing everything."""
-        pairs = self.attended_pairs(is_causal, window_size, documents)
-        return max(pairs) * self.cp / sum(pairs)
+        pairs = self.attended_pairs(is_causal, window_size, documents, key_lengths)
+        return max(pairs) * self.cp / sum(pairs) if any(pairs) else 1.0
+
+    def _with(self, documents: Documents | None) -> SequenceLayout:
+        if documents is self.documents:
+            return self
+        return SequenceLayout(self.name, self.seq_len, self.cp, self.multiple_of, self.placed_by, documents)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.cp:
             raise ValueError(f"rank must be in 0..{self.cp - 1} for a layout of cp={self.cp}, got {rank}")
 
+    def _check_comparable(self, kv_layout: SequenceLayout, mask: Mask) -> None:
+        if mask.is_positional and kv_layout != self:
+            asked = "is_causal" if mask.is_causal else "window_size" if mask.documents is None else "documents"
+            raise ValueError(
+                f"{asked} needs queries and keys in one layout, got a kv_layout of "
+                f"{kv_layout.name}, seq_len={kv_layout.seq_len}; leave it out or drop kv_layout"
+            )
 
-def make_layout(name: str, *, seq_len: int, cp: int, documents: Any = None, multiple_of: int = 1) -> SequenceLayout:
+
+def make_layout(
+    name: str, *, seq_len: int, cp: int, documents: Documents | None = None, multiple_of: int = 1
+) -> SequenceLayout:
     """Return the layout ``name`` of ``seq_len`` tokens over ``cp`` ranks, padded to the least multiple.
 
     Args:
         name: ``contiguous`` (rank r holds the r-th part), ``head_tail`` (chunks r and 2·cp−1−r of 2·cp: causal
-            work is equal on every rank) or ``striped`` (token i on rank i mod cp).
+            work is equal on every rank), ``striped`` (token i on rank i mod cp) or ``per_document`` (every document
+            is dealt head-tail: work is equal whatever the lengths are).
         seq_len: Tokens of the whole sequence, at least 1.
-        documents: Reserved for ``per_document``; a layout of this version places tokens without it.
+        documents: Where documents lie, for ``per_document``. They place tokens; attention is told of them by its own
+            argument: ``documents=layout.documents``.
         multiple_of: ``local_seq_len`` is a multiple of it (the tp degree under sequence parallelism).
 
     Raises:
-        ValueError: If the name is unknown or a number is not a positive int.
-        NotImplementedError: For ``per_document``, ``auto`` and ``documents``, which need document masks.
+        ValueError: If the name is unknown, a number is not a positive int, or documents are missing or have another
+            length.
     """
-    if name in _PLANNED_LAYOUTS:
+    if name == "auto":
         raise NotImplementedError(f"layout={name!r} is not available yet; use one of {', '.join(LAYOUT_NAMES)}")
     if name not in LAYOUT_NAMES:
         raise ValueError(f"layout must be one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
-    if documents is not None:
-        raise NotImplementedError("make_layout does not place documents yet; use documents=None")
     for label, number in (("seq_len", seq_len), ("cp", cp), ("multiple_of", multiple_of)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{label} must be an int of at least 1, got {number!r}")
-    return _make_layout(name, seq_len, cp, multiple_of)
+    if check_documents(documents) is not None:
+        documents.check_fits(seq_len)  # type: ignore[union-attr]
+    elif name == "per_document":
+        raise ValueError(
+            "layout='per_document' needs to know where documents lie; pass documents=dtcp.Documents.from_lengths(...)"
+        )
+    placed_by = documents if name == "per_document" else None
+    return _make_layout(name, seq_len, cp, multiple_of, placed_by)._with(documents)
 
 
 def layout_from_state(state: Tensor) -> SequenceLayout:
-    """Return the layout whose ``.state`` is ``state`` (int64 (5,)); cached by value."""
-    kind, seq_len, cp, multiple_of, _ = state.tolist()
-    return _make_layout(LAYOUT_NAMES[kind], seq_len, cp, multiple_of)
+    """Return the layout whose ``.state`` is ``state``; cached by value."""
+    kind, seq_len, cp, multiple_of, _ = state[:STATE_SIZE].tolist()
+    documents = Documents.from_state(state[STATE_SIZE:]) if LAYOUT_NAMES[kind] == "per_document" else None
+    return _make_layout(LAYOUT_NAMES[kind], seq_len, cp, multiple_of, documents)
 
 
-def _state(numbers: list[int]) -> Tensor:
+def is_same_layout(state: Tensor, other: Tensor) -> bool:
+    """Whether both are states of one layout, whoever counts its calls."""
+    same = (state == other) if state.shape == other.shape else torch.zeros(1, dtype=torch.bool)
+    return bool(same[:COUNTER].all()) and bool(same[STATE_SIZE:].all())
+
+
+def _state(numbers: list[int], documents: Documents | None) -> Tensor:
+    if documents is not None:
+        numbers = [*numbers, *documents.state.tolist()]
     if torch.compiler.is_compiling():  # made inside a compiled function: part of its graph, and cached by nobody
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     # Layouts are cached: one first made in inference mode, or while tracing with fake tensors, serves training too.
@@ -206,77 +251,87 @@ def _state(numbers: list[int]) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _make_layout(name: str, seq_len: int, cp: int, multiple_of: int) -> SequenceLayout:
-    return SequenceLayout(name, seq_len, cp, multiple_of)
+def _make_layout(
+    name: str, seq_len: int, cp: int, multiple_of: int, placed_by: Documents | None = None
+) -> SequenceLayout:
+    return SequenceLayout(name, seq_len, cp, multiple_of, placed_by)
 
 
 @functools.lru_cache(maxsize=256)
-def _positions(name: str, cp: int, local_seq_len: int, rank: int) -> Integers:
-    slots = np.arange(local_seq_len, dtype=np.int64)
-    if cp == 1:
-        return slots
-    match name:
-        case "contiguous":
-            return slots + rank * local_seq_len
-        case "head_tail":
-            chunk = local_seq_len // 2
-            return np.concatenate([slots[:chunk] + rank * chunk, slots[:chunk] + (2 * cp - 1 - rank) * chunk])
-        case "striped":
-            return slots * cp + rank
-        case _:
-            raise AssertionError(name)
-
-
-def _num_valid(layout: SequenceLayout, rank: int) -> int:
-    positions = _positions(layout.name, layout.cp, layout.local_seq_len, rank)
-    return int(np.searchsorted(positions, layout.seq_len))
+def slot_positions(layout: SequenceLayout, rank: int, row: int = 0) -> Integers:
+    """Global token index of each slot of ``rank`` in ``row``: what ``layout.positions`` is made of."""
+    if layout.placed_by is None:
+        return regular_positions(layout.name, layout.cp, layout.local_seq_len, rank)
+    return _placed_by_documents(layout.placed_by, row % layout.num_rows, layout.cp, layout.local_seq_len)[rank]
 
 
 @functools.lru_cache(maxsize=64)
-def _inverse(layout: SequenceLayout) -> Integers:
-    order = np.concatenate([_positions(layout.name, layout.cp, layout.local_seq_len, r) for r in range(layout.cp)])
+def _placed_by_documents(documents: Documents, row: int, cp: int, local_seq_len: int) -> list[Integers]:
+    return per_document_positions(documents, row, cp, local_seq_len)
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_valid(layout: SequenceLayout, rank: int) -> int:
+    return int(np.searchsorted(slot_positions(layout, rank), layout.seq_len))
+
+
+@functools.lru_cache(maxsize=64)
+def _inverse(layout: SequenceLayout, row: int) -> Integers:
+    order = np.concatenate([slot_positions(layout, r, row) for r in range(layout.cp)])
     return np.argsort(order)[: layout.seq_len]
+
+
+# ---- what follows from a mask ----------------------------------------------------------------------------------------
+
+
+def row_groups(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> tuple[tuple[int, int] | None, ...]:
+    """Batch rows (start, stop) that have the same tiles; (None,) if all do."""
+    placed_by = layout.placed_by if kv_layout == layout else None
+    return mask.row_groups(placed_by)
+
+
+@functools.lru_cache(maxsize=1024)
+def _visible(
+    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int, row: int
+) -> tuple[Integers, Integers]:
+    queries = slot_positions(layout, q_rank, row)[: _num_valid(layout, q_rank)]
+    keys = slot_positions(kv_layout, kv_rank, row)[: _num_valid(kv_layout, kv_rank)]
+    first, stop = mask.intervals(layout.seq_len, kv_layout.seq_len, row)
+    return np.searchsorted(keys, first[queries]), np.searchsorted(keys, stop[queries])
 
 
 @functools.lru_cache(maxsize=4096)
 def _tiles(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, q_rank: int, kv_rank: int, is_causal: bool
+    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int, may_mask: bool
 ) -> tuple[Tile, ...]:
-    num_q, num_kv = _num_valid(q_layout, q_rank), _num_valid(kv_layout, kv_rank)
-    if num_q == 0 or num_kv == 0:
-        return ()
-    if not is_causal:
-        return (Tile(0, num_q, 0, num_kv, "full"),)
-    q_positions = _positions(q_layout.name, q_layout.cp, q_layout.local_seq_len, q_rank)[:num_q]
-    kv_positions = _positions(kv_layout.name, kv_layout.cp, kv_layout.local_seq_len, kv_rank)[:num_kv]
-    return _staircase_tiles(np.searchsorted(kv_positions, q_positions, side="right"))
-
-
-def _staircase_tiles(visible: Integers) -> tuple[Tile, ...]:
-    """Cut a staircase, where query i sees the first ``visible[i]`` keys, into full rectangles and causal squares.
-
-    ``visible`` never falls, because slots are in increasing order. A run of equal values is a rectangle; a run
-    that grows by one is a triangle with a rectangle to its left; a larger step ends a run.
-    """
-    steps = np.diff(visible)
-    run_ends = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
-    counts = visible.tolist()
+    # A causal mask alone has no ragged edges.
+    may_mask = may_mask and mask != Mask(is_causal=mask.is_causal)
     tiles: list[Tile] = []
-    start, run = 0, 0
-    while start < len(counts):
-        while run_ends[run] <= start and run < len(run_ends) - 1:
-            run += 1
-        is_run = start < len(steps) and counts[start + 1] - counts[start] in (0, 1)
-        last = run_ends[run] if is_run else start
-        tiles += _run_tiles(start, last + 1, counts[start], counts[last])
-        start = last + 1
+    for rows in row_groups(layout, kv_layout, mask):
+        row = 0 if rows is None else rows[0]
+        tiles += cut_tiles(*_visible(layout, kv_layout, mask, q_rank, kv_rank, row), may_mask=may_mask, rows=rows)
     return tuple(tiles)
 
 
-def _run_tiles(q_start: int, q_stop: int, first: int, last: int) -> list[Tile]:
-    if last == first:
-        return [Tile(q_start, q_stop, 0, first, "full")] if first else []
-    skipped = 1 if first == 0 else 0  # a first query that sees nothing
-    q_start, first = q_start + skipped, first + skipped
-    left = [Tile(q_start, q_stop, 0, first - 1, "full")] if first > 1 else []
-    return [*left, Tile(q_start, q_stop, first - 1, last, "causal")]
+@functools.lru_cache(maxsize=4096)
+def _key_range(
+    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
+) -> tuple[int, int]:
+    found = []
+    for rows in row_groups(layout, kv_layout, mask):
+        lower, upper = _visible(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0])
+        seen = np.flatnonzero(upper > lower)
+        if len(seen):
+            found.append((int(lower[seen[0]]), int(upper[seen[-1]])))
+    return (min(start for start, _ in found), max(stop for _, stop in found)) if found else (0, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _num_pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
+    groups = row_groups(layout, layout, mask)
+    total = 0
+    for rows in groups:
+        first, stop = mask.intervals(layout.seq_len, layout.seq_len, 0 if rows is None else rows[0])
+        held = slot_positions(layout, rank, 0 if rows is None else rows[0])[: _num_valid(layout, rank)]
+        total += int((stop - first)[held].sum()) * (1 if rows is None else rows[1] - rows[0])
+    return total

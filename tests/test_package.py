@@ -28,6 +28,7 @@ LAYERS = [
     ["collectives", "dropout"],
     ["replicas"],
     ["documents"],
+    ["mask", "tiles", "placement"],
     ["layout"],
     ["shard_ops"],
     ["vocabulary"],

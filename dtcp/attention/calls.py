@@ -12,7 +12,7 @@ import weakref
 
 from torch import Tensor
 
-from dtcp.layout import SequenceLayout
+from dtcp.layout import COUNTER, SequenceLayout
 
 _numbers = itertools.count(1)
 _counters: weakref.WeakValueDictionary[int, CallCounter] = weakref.WeakValueDictionary()
@@ -29,13 +29,13 @@ class CallCounter:
     def state_of(self, layout: SequenceLayout) -> Tensor:
         """``layout.state`` with this counter's number in it."""
         state = layout.state.clone()
-        state[-1] = self._number
+        state[COUNTER] = self._number
         return state
 
 
 def count_call(state: Tensor) -> None:
     """Add one to the counter that ``state`` names, if it is still there."""
-    counter = _counters.get(int(state[-1]))
+    counter = _counters.get(int(state[COUNTER]))
     if counter is not None:
         counter.num_calls += 1
 

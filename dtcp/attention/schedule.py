@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from dtcp.layout import SequenceLayout, Tile
+from dtcp.layout import SequenceLayout
+from dtcp.tiles import Tile
 
 Rows = tuple[int, int]
 

@@ -22,7 +22,8 @@ from dtcp.attention.kernels.math import MathKernel
 from dtcp.attention.merge import Partial, Sum
 from dtcp.attention.schedule import RingStep, ring_schedule
 from dtcp.collectives import start_all_gather_rows, start_reduce_scatter_rows
-from dtcp.layout import SequenceLayout, Tile
+from dtcp.layout import SequenceLayout
+from dtcp.tiles import Tile
 
 STRATEGY_NAMES = ("ring", "all_gather")
 

@@ -28,7 +28,7 @@ from dtcp.dispatch.dtensors import attend_over_group
 from dtcp.dispatch.frames import current
 from dtcp.dropout import AttentionDropout, ModelWithDropout
 from dtcp.dtensor import is_dtensor
-from dtcp.layout import SequenceLayout
+from dtcp.layout import SequenceLayout, is_same_layout
 from dtcp.parallelize.unmatched import refuse_unmatched_entries
 from dtcp.recompute import restored_in_recomputation
 from dtcp.replicas import refuse_ddp
@@ -257,7 +257,7 @@ def _state_in_context(plan: _Plan, state: Tensor) -> Tensor:
     frame = current.frame
     if frame is None or frame.is_plain or frame.group_name != plan.group_name:
         return state
-    if not torch.equal(frame.state[:-1], state[:-1]):
+    if not is_same_layout(frame.state, state):
         raise ValueError(
             f"a planned module was told another sequence by set_sequence than the context_parallel around it has "
             f"({frame.layout.name}, {frame.layout.seq_len} tokens); use set_sequence(model, cp.layout) inside it, or "
