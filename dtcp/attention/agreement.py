@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtcp.attention.arguments import length_error
 from dtcp.attention.call import Call
+from dtcp.attention.masks import check_bias
 from dtcp.attention.scores import probe_mask_mod
 from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import DTYPES
@@ -65,7 +66,13 @@ def call_refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
         return ValueError(
             f"key_lengths must have one length per row, got {len(mask.key_lengths)} for {query.size(0)} rows"
         )
+    if mask.key_lengths is not None and not all(0 <= length <= kv_layout.seq_len for length in mask.key_lengths):
+        return ValueError(
+            f"key_lengths must be in 0..{kv_layout.seq_len}, the keys of the sequence, got {list(mask.key_lengths)}"
+        )
     try:
+        if call.modifiers.attn_bias is not None:
+            check_bias(call.modifiers.attn_bias, query.size(0), query.size(2), query.size(1), kv_layout.seq_len)
         for documents in (mask.documents, layout.placed_by):
             if documents is not None:
                 documents.check_fits(layout.seq_len, query.size(0))

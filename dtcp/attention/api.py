@@ -85,7 +85,7 @@ def context_parallel_attention(
         key_lengths: (B,), row b's keys from there on are padding and seen by nobody. A host tensor is not waited for.
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool`` as in flex_attention, of 0-d integer tensors: the caller's row, the
             global head (``head_offset``) and global positions. Evaluated block by block, never S×S; keys travel and
-            blocks are looked at as the masks above allow. Kept for good once it was used, so make it once.
+            blocks are looked at as the masks above allow. The 1024 that were used last are kept for their backwards.
         sinks: (Hq,), a logit for each query head here: one more column of the softmax, without a value. Its gradient
             is this rank's share: the sum over cp is the whole. It counts in lse.
         attn_bias: (B or 1, Hq or 1, S_local, S), added to the scores: this rank's queries by all keys in natural

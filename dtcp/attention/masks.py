@@ -69,18 +69,21 @@ def _lengths(key_lengths: Any) -> Tensor | None:
     return lengths.to(device="cpu", dtype=torch.int64)
 
 
-def check_mask_shapes(masks: CallMasks, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+def check_mask_shapes(
+    masks: CallMasks, batch_size: int, num_heads: int, num_queries: int, num_keys: int | None = None
+) -> None:
     """Raise ValueError unless the tensors of ``masks`` fit a call.
 
     Args:
         num_queries: Query slots of this rank, or of the whole sequence where it is not cut.
-        num_keys: Keys of the whole sequence.
+        num_keys: Keys of the whole sequence; None where only the op knows it, and checks it.
     """
     if masks.key_lengths is not None:
         lengths = masks.key_lengths
         if tuple(lengths.shape) != (batch_size,):
             raise ValueError(f"key_lengths must be ({batch_size},), one per row, got shape {tuple(lengths.shape)}")
-        if not torch.compiler.is_compiling() and bool(((lengths < 0) | (lengths > num_keys)).any()):
+        is_compiling = torch.compiler.is_compiling()
+        if num_keys is not None and not is_compiling and bool(((lengths < 0) | (lengths > num_keys)).any()):
             raise ValueError(f"key_lengths must be in 0..{num_keys}, the keys of the sequence, got {lengths.tolist()}")
     if masks.sinks is not None and tuple(masks.sinks.shape) != (num_heads,):
         raise ValueError(
@@ -97,12 +100,13 @@ def check_mask_shapes(masks: CallMasks, batch_size: int, num_heads: int, num_que
         check_bias(masks.attn_bias, batch_size, num_heads, num_queries, num_keys)
 
 
-def check_bias(bias: Tensor, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+def check_bias(bias: Tensor, batch_size: int, num_heads: int, num_queries: int, num_keys: int | None) -> None:
     """Raise ValueError unless ``bias`` is local queries × global keys."""
     fits = bias.ndim == 4 and bias.size(0) in (1, batch_size) and bias.size(1) in (1, num_heads)
-    if not fits or tuple(bias.shape[2:]) != (num_queries, num_keys):
+    if not fits or bias.size(2) != num_queries or num_keys not in (None, bias.size(3)):
+        keys = "all keys" if num_keys is None else num_keys
         raise ValueError(
-            f"attn_bias must be ({batch_size} or 1, {num_heads} or 1, {num_queries}, {num_keys}): the queries of this "
+            f"attn_bias must be ({batch_size} or 1, {num_heads} or 1, {num_queries}, {keys}): the queries of this "
             f"rank in layout order by all keys in natural order, got {tuple(bias.shape)}; cut its queries with "
             "shard(bias, mesh, layout, dim=2)"
         )

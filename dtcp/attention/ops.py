@@ -55,7 +55,7 @@ def attention_forward(
     # Inside the op nothing requires grad. A backward that only some ranks run would wait for the others.
     learned = (query, key, value, masks.sinks, masks.attn_bias, masks.alibi_slopes)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
-    p, keys, head_offset, head_axis = dropout or (0.0, None, masks.head_offset, "")
+    p, keys, head_offset, head_axis = dropout or (0.0, None, masks.head_offset, masks.head_axis)
     out, lse, _ = forward_op(
         query, key, value, q_state, kv_state, masks.documents, masks.key_lengths, masks.mask_mod, masks.sinks,
         masks.attn_bias, masks.alibi_slopes, keys, group_name, is_causal, *masks.window_size, masks.softcap, scale,

@@ -5,7 +5,9 @@ Shapes: B rows, Hq query heads of this rank; a block is some queries × some key
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ class CallMasks(NamedTuple):
         alibi_slopes: (Hq,) or (B, Hq).
         softcap: c in c·tanh(score/c); 0 is none.
         head_offset: Global index of the first query head, for ``mask_mod``.
+        head_axis: Mesh axis over which heads are cut, as in ``CallDropout``; or "".
     """
 
     window_size: tuple[int, int] = NO_WINDOW
@@ -46,10 +49,14 @@ class CallMasks(NamedTuple):
     alibi_slopes: Tensor | None = None
     softcap: float = 0.0
     head_offset: int = 0
+    head_axis: str = ""
 
     @property
     def are_none(self) -> bool:
-        return self.window_size == NO_WINDOW and not self.softcap and all(x is None for x in self[1:-2])
+        tensors = (
+            self.documents, self.key_lengths, self.mask_mod, self.sinks, self.attn_bias, self.alibi_slopes
+        )  # fmt: skip
+        return self.window_size == NO_WINDOW and not self.softcap and all(x is None for x in tensors)
 
     @property
     def masked_by(self) -> str:
@@ -60,23 +67,41 @@ class CallMasks(NamedTuple):
 
 NO_MASKS = CallMasks()
 
-# Append-only: a handle in a graph that is still to run backward has to find its function.
-_mask_mods: list[MaskMod] = []
+# A handle in a graph that is still to run backward has to find its function. So functions are kept, but not without
+# bound: those who make one in every step would keep all of their documents.
+_NUM_KEPT = 1024
+_numbers = itertools.count()
+_mask_mods: OrderedDict[int, MaskMod] = OrderedDict()
 _handles: dict[MaskMod, Tensor] = {}
 
 
 def register_mask_mod(mask_mod: MaskMod) -> Tensor:
-    """Return a handle of the function, int64 (1,): the same one for the same function, which is kept for good."""
+    """Return a handle of the function, int64 (1,), the same one for the same function.
+
+    It is found again until 1024 others were registered after it.
+    """
     handle = _handles.get(mask_mod)
     if handle is None:
-        _mask_mods.append(mask_mod)
-        handle = _handles[mask_mod] = torch.tensor([len(_mask_mods) - 1], device="cpu")
+        handle = _handles[mask_mod] = torch.tensor([next(_numbers)], device="cpu")
+        if len(_handles) > _NUM_KEPT:
+            _, oldest = _mask_mods.popitem(last=False)
+            del _handles[oldest]
+    _mask_mods[int(handle)] = mask_mod
+    _mask_mods.move_to_end(int(handle))
     return handle
 
 
 def mask_mod_of(handle: Tensor | None) -> MaskMod | None:
     """Return the function that was registered."""
-    return None if handle is None else _mask_mods[int(handle)]
+    if handle is None:
+        return None
+    found = _mask_mods.get(int(handle))
+    if found is None:
+        raise RuntimeError(
+            f"the mask_mod of this call is forgotten: more than {_NUM_KEPT} others were given since; make a mask_mod "
+            "once, or let it read a tensor that changes, and run backwards sooner"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, Hkv key/value heads, S positions, D head dim.
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtcp.dispatch.dropped import dropped_attention
+from dtcp.dispatch.masked import masked_attention
 from dtcp.dropout import AttentionDropout
 
 
@@ -45,7 +45,7 @@ class ScaledDotProductAttention(AttentionDropout):
         keys = self.call_keys(dropout_keys, query.transpose(1, 2))
         if keys is not None:
             head_offset = self.head_shard * query.size(1)
-            return dropped_attention(
+            return masked_attention(
                 query, key, value, p=self.p, keys=keys, head_offset=head_offset, is_causal=self.is_causal,
                 enable_gqa=enable_gqa,
             )  # fmt: skip
