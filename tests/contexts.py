@@ -61,7 +61,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check_right(cp: Any, call: Any, heads: int = 2, **masks: Any) -> None:
-    """``call(q, k, v)`` inside ``cp`` is attention over the whole sequence, gradients too; causal if nothing is said."""
+    """``call(q, k, v)`` inside ``cp`` is attention over the whole sequence, gradients too; causal by default."""
     masks = {"is_causal": True} | masks
     query, key, value, grad_out = draw(4, 2, heads, cp.layout.seq_len, 8) * 2
     whole = [x.double().requires_grad_() for x in (query, key, value)]

@@ -143,7 +143,7 @@ def check_flex(rank: int, world: int) -> None:
     x = draw(1, 2, 8, 16)
     before = compiled(x, x, x)
     with dtcp.context_parallel(mesh, seq_len=16) as cp:
-        for call in (flex_attention, flex.flex_attention, functools.partial(flex_attention, scale=0.25), compiled):
+        for call in (flex_attention, flex.flex_attention, functools.partial(flex_attention, scale=8**-0.5), compiled):
             check_right(cp, call, is_causal=False)
         check_right(cp, OF_PART)
     assert torch.equal(compiled(x, x, x), before)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtcp.attention.scores import CallMasks
 from dtcp.collectives import resolve_group
+from dtcp.layout import SequenceLayout, layout_from_state
 from dtcp.shard_ops import shard_op
 
 QUERIES = ("local", "global")
@@ -56,5 +57,21 @@ def with_attn_mask(masks: CallMasks, attn_mask: Tensor, where: Where, query: Ten
     if bias.size(2) == 1:
         bias = bias.expand(-1, -1, local, -1)
     elif where.attn_mask_queries == "global" and group.size() > 1:
+        if not torch.compiler.is_compiling():  # while a graph is made, layouts have no data
+            _check_global(attn_mask, layout_from_state(where.state))
         bias = shard_op(bias, where.state, local, group.rank(), 2, 0)
     return masks._replace(attn_bias=bias)
+
+
+def _check_global(attn_mask: Tensor, layout: SequenceLayout) -> None:
+    if attn_mask.size(-2) != layout.seq_len:
+        raise ValueError(
+            f"attn_mask of shape {tuple(attn_mask.shape)} was declared to be of all queries by all keys, but the "
+            f"sequence has {layout.seq_len} tokens; give (…, {layout.seq_len}, {layout.seq_len}), or say "
+            "attn_mask_queries='local'"
+        )
+    if layout.num_rows > 1:
+        raise NotImplementedError(
+            "attn_mask of all queries where each row has an order of its own (per_document with documents that differ "
+            "by row); give mask_mod= to context_parallel, or this rank's queries with attn_mask_queries='local'"
+        )
