@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
+from cuts import layout_of
 from dtcp import collectives
 from dtcp.attention import ops as attention_ops
 from dtcp.attention.schedule import ring_schedule
@@ -91,7 +92,7 @@ def test_all_gather_bytes_are_the_closed_form(ranks, world, is_causal):
 @pytest.mark.parametrize("cp", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_ring_schedules_of_all_ranks_fit_together(name, cp, is_causal):
-    layout = dtcp.make_layout(name, seq_len=7 * cp - 2, cp=cp)
+    layout = layout_of(name, 7 * cp - 2, cp)
     schedules = [ring_schedule(layout, layout, is_causal, rank) for rank in range(cp)]
     for rank, own in enumerate(schedules):
         assert sorted(s.source for s in own.steps) == list(range(cp)) and own.steps[0].source == rank
@@ -146,7 +147,7 @@ def check_flops(rank: int, world: int, strategy: str) -> None:
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     for name, is_causal in itertools.product(LAYOUT_NAMES, (True, False)):
-        layout = dtcp.make_layout(name, seq_len=29, cp=world)
+        layout = layout_of(name, 29, world)
         q, k, v = (
             torch.randn(2, h, layout.local_seq_len, d, requires_grad=True) for h, d in ((4, 16), (2, 16), (2, 8))
         )
