@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtcp.dispatch.unshard import context_parallel_unshard
     from dtcp.documents import Documents
     from dtcp.dropout import AttentionDropout, Dropout, ModelWithDropout, dropout_keys, name_dropouts
+    from dtcp.halo import Halo, halo_exchange
     from dtcp.layout import SequenceLayout, make_layout
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
@@ -45,6 +46,7 @@ _HOME = {
     "ContextParallel": "dtcp.parallelize.context",
     "Documents": "dtcp.documents",
     "Dropout": "dtcp.dropout",
+    "Halo": "dtcp.halo",
     "HeadParallelDropout": "dtcp.parallelize.dropout",
     "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
@@ -65,6 +67,7 @@ _HOME = {
     "context_parallel_unshard": "dtcp.dispatch.unshard",
     "count_valid_tokens": "dtcp.loss",
     "dropout_keys": "dtcp.dropout",
+    "halo_exchange": "dtcp.halo",
     "linear_token_loss": "dtcp.linear_loss",
     "load_safetensors": "dtcp.models.hf",
     "make_layout": "dtcp.layout",
@@ -82,6 +85,7 @@ __all__ = [
     "ContextParallel",
     "Documents",
     "Dropout",
+    "Halo",
     "HeadParallelDropout",
     "ModelWithDropout",
     "ParallelDims",
@@ -105,6 +109,7 @@ __all__ = [
     "context_parallel_unshard",
     "count_valid_tokens",
     "dropout_keys",
+    "halo_exchange",
     "linear_token_loss",
     "load_safetensors",
     "make_layout",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import threading
 import weakref
 import zlib
@@ -36,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _RECORD_SIZE = 32
 _OPERATIONS = (
     "context_parallel_attention", "unshard", "check_same_batch", "backward of context_parallel_attention",
-    "backward of unshard", "pipeline step", "linear_token_loss",
+    "backward of unshard", "pipeline step", "linear_token_loss", "halo_exchange", "backward of halo_exchange",
 )  # fmt: skip
 _CURE = (
     "every rank must make the same calls and run the same backwards in the same order, with requires_grad alike"
@@ -159,6 +160,17 @@ def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return scattered
 
 
+def exchange_rows(
+    rows: Tensor, num_sent: list[int], num_received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send ``num_sent[r]`` of ``rows``, in order, to each rank r; return those received, in rank order. Any dtype."""
+    received = rows.new_empty(sum(num_received), *rows.shape[1:])
+    row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    sent_bytes, received_bytes = ([n * row_bytes for n in numbers] for numbers in (num_sent, num_received))
+    dist.all_to_all_single(_bytes(received), _bytes(rows.contiguous()), received_bytes, sent_bytes, group=group)
+    return received
+
+
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
@@ -187,7 +199,7 @@ def agree(
     the checkpoint.
 
     Args:
-        fields: What has to be equal, by name; at most 19 int64 numbers, the same names on each rank.
+        fields: What has to be equal, by name; at most 27 int64 numbers, the same names on each rank.
         entry: Text that has to be equal too: the place of a tensor in its container.
         error: This rank's own verdict on its arguments: raised here, and reported by the others.
 

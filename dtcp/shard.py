@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dtcp.collectives import agree, all_gather_ints, check_mesh
 from dtcp.containers import map_tensors, named_tensors
+from dtcp.documents import PADDING, Documents, check_documents
 from dtcp.layout import SequenceLayout
-from dtcp.shard_ops import shard_op, unshard_fields, unshard_op
+from dtcp.shard_ops import check_rows, shard_op, unshard_fields, unshard_op
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
 Tree = TypeVar("Tree")
 
 
-def shard(x: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int = 1, pad_value: float = 0) -> Tree:
+def shard(
+    x: Tree,
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    *,
+    dim: int = 1,
+    pad_value: float = 0,
+    batch_dim: int = 0,
+) -> Tree:
     """Return this rank's part of ``x``, in layout order.
 
     Args:
@@ -33,35 +42,40 @@ def shard(x: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int = 1, pa
         layout: Who holds which tokens; ``layout.cp`` is the size of ``mesh``.
         dim: Sequence dim of ``x``; may be negative.
         pad_value: What the pad slots hold.
+        batch_dim: Dim of ``x`` whose rows the rows of the layout are, ``x.size(batch_dim) == layout.num_rows``; not
+            looked at where all rows are alike (``layout.num_rows == 1``). 3-row position ids (3, B, S) are cut by
+            ``dim=2, batch_dim=1``.
 
     Returns:
         Contiguous copy with ``size(dim) == layout.local_seq_len``. No communication; the backward puts the
         gradient of each slot at its token and zero elsewhere. Text, numbers and None in a container stay.
 
     Raises:
-        ValueError: If a tensor has another sequence length than the layout, the mesh does not fit, ``x`` has no
-            tensor or a container of another kind, or pads are needed and the dtype cannot hold ``pad_value``.
+        ValueError: If a tensor has another sequence length or other rows than the layout, the mesh does not fit,
+            ``x`` has no tensor or a container of another kind, or pads are needed and the dtype cannot hold
+            ``pad_value``.
     """
-    _check_layout(mesh, layout, "shard")
+    check_layout(mesh, layout, "shard")
     _check_has_tensor(x, "shard")
     rank = mesh.get_local_rank()
 
     def cut(tensor: Tensor, name: str) -> Tensor:
-        _check_seq_dim(tensor, dim, layout.seq_len, "shard", "layout.seq_len")
+        check_seq_dim(tensor, dim, layout.seq_len, "shard", "layout.seq_len")
         if layout.padded_seq_len > layout.seq_len:  # on every rank alike, also on those without pads
-            _check_pad_value(pad_value, tensor.dtype)
-        return shard_op(tensor, layout.state, layout.local_seq_len, rank, dim % tensor.ndim, pad_value)
+            check_pad_value(pad_value, tensor.dtype, "shard")
+        return shard_op(tensor, layout.state, layout.local_seq_len, rank, dim % tensor.ndim, batch_dim, pad_value)
 
     return map_tensors(cut, x, dim=dim, size=layout.local_seq_len)
 
 
-def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int = 1) -> Tree:
+def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int = 1, batch_dim: int = 0) -> Tree:
     """Return the whole sequence in natural order, pads dropped, on every cp rank. Collective.
 
     Args:
         local: This rank's part, ``size(dim) == layout.local_seq_len``; or a container, as in ``shard``. Entries of
             dicts meet by key, whatever their order.
         mesh: 1-D mesh of the cp axis.
+        batch_dim: Dim of the layout's rows, where they differ, as in ``shard``.
 
     Returns:
         Contiguous tensor with ``size(dim) == layout.seq_len``. One all-gather, (cp−1)·S_local slots sent per rank.
@@ -69,8 +83,9 @@ def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int =
         loss that every rank computes alike from the result has to be divided by cp.
 
     Raises:
-        ValueError: If a tensor has another local length than the layout, or differs between ranks in shape, dtype,
-            layout, place in its container or ``requires_grad``: on every rank, before anything is exchanged.
+        ValueError: If a tensor has another local length or other rows than the layout, or differs between ranks in
+            shape, dtype, layout, its documents, place in its container or ``requires_grad``: on every rank, before
+            anything is exchanged.
         RuntimeError: If ranks are in different calls, or the backward of one meets that of another or none.
     """
     check_mesh(mesh, "unshard")
@@ -79,16 +94,17 @@ def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int =
 
     def join(tensor: Tensor, name: str) -> Tensor:
         try:
-            _check_seq_dim(tensor, dim, layout.local_seq_len, "unshard", "layout.local_seq_len")
+            check_seq_dim(tensor, dim, layout.local_seq_len, "unshard", "layout.local_seq_len")
         except ValueError as error:
-            refuse(error, unshard_fields(tensor, layout, dim, num_tensors, _needs_grad(tensor)), name)
+            refuse(error, unshard_fields(tensor, layout, dim, batch_dim, num_tensors, needs_grad(tensor)), name)
             raise
         seq_dim = dim % tensor.ndim
         if layout.cp == 1:
+            if not torch.compiler.is_compiling():
+                check_rows(tensor, layout, seq_dim, batch_dim, "unshard")
             return tensor.narrow(seq_dim, 0, layout.seq_len).clone(memory_format=torch.contiguous_format)
-        whole, _ = unshard_op(
-            tensor, layout.state, layout.seq_len, group_name, seq_dim, name, num_tensors, _needs_grad(tensor)
-        )
+        where = (group_name, seq_dim, batch_dim)
+        whole, _ = unshard_op(tensor, layout.state, layout.seq_len, *where, name, num_tensors, needs_grad(tensor))
         return whole
 
     def refuse(error: Exception, fields: dict[str, int], name: str = "") -> None:
@@ -97,7 +113,7 @@ def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int =
             agree("unshard", fields, group, torch.device(mesh.device_type), error=error, entry=name)
 
     try:
-        _check_layout(mesh, layout, "unshard")
+        check_layout(mesh, layout, "unshard")
         num_tensors = _check_has_tensor(local, "unshard")
     except ValueError as error:
         refuse(error, {})
@@ -106,36 +122,58 @@ def unshard(local: Tree, mesh: DeviceMesh, layout: SequenceLayout, *, dim: int =
 
 
 def shift_labels(
-    tokens: Tensor, labels: Tensor | None = None, documents: Any = None, ignore_index: int = -100
+    tokens: Tensor,
+    labels: Tensor | None = None,
+    documents: Documents | None = None,
+    ignore_index: int = -100,
+    shift: int = 1,
 ) -> Tensor:
-    """Return the target of every position: the token after it. Call it BEFORE cutting the sequence.
+    """Return the target of every position: the token ``shift`` places later in its document.
+
+    Call it BEFORE cutting the sequence.
 
     Args:
         tokens: Whole sequence, (…, S).
         labels: Targets by token, (…, S), where they are not the tokens themselves (a masked prompt, say).
-        documents: Not available yet.
-        ignore_index: What the last position of each row gets.
+        documents: Where documents lie; the last tokens of one do not predict the next one. Rows that differ are those
+            of the first dim of ``tokens``. Padding predicts nothing and is predicted by nothing.
+        ignore_index: What positions without a target get.
+        shift: How far ahead the target is; 2 and more for multi-token prediction.
 
     Returns:
-        Same shape and dtype as ``labels`` (else ``tokens``); position i holds the label of token i+1.
+        Same shape and dtype as ``labels`` (else ``tokens``); position i holds the label of token i + shift.
 
     Raises:
-        ValueError: If shapes differ, or the dtype is no integer one or cannot hold ``ignore_index``.
+        ValueError: If shapes differ, the documents are of another length or of other rows, ``shift`` is not 1 or
+            more, or the dtype is no integer one or cannot hold ``ignore_index``.
     """
-    if documents is not None:
-        raise NotImplementedError("shift_labels does not know documents yet; use documents=None")
     targets = tokens if labels is None else labels
+    _check_labels(tokens, targets, ignore_index, shift)
+    later = targets[..., shift:]
+    if (documents := check_documents(documents)) is not None:
+        documents.check_fits(tokens.size(-1), tokens.size(0) if tokens.ndim > 1 else 1)
+        # From the state and not by ``documents.ids``: torch.compile can trace it, and has it for an input.
+        ids = documents.state[-documents.num_rows * documents.seq_len :].view(documents.num_rows, -1)
+        ids = ids.view(documents.num_rows, *[1] * (tokens.ndim - 2), -1) if tokens.ndim > 1 else ids[0]
+        ids = ids.to(targets.device)
+        is_inside = (ids[..., shift:] == ids[..., :-shift]) & (ids[..., shift:] != PADDING)
+        later = torch.where(is_inside, later, torch.full_like(later, ignore_index))
+    return torch.cat([later, torch.full_like(targets[..., :shift], ignore_index)], dim=-1)
+
+
+def _check_labels(tokens: Tensor, targets: Tensor, ignore_index: int, shift: int) -> None:
     if targets.shape != tokens.shape or targets.ndim == 0:
         raise ValueError(
             f"shift_labels needs tokens (…, S) and labels of the same shape, got {tuple(tokens.shape)} and "
             f"{tuple(targets.shape)}; pass whole rows"
         )
+    if isinstance(shift, bool) or not isinstance(shift, int) or shift < 1:
+        raise ValueError(f"shift must be an int of at least 1, got {shift!r}; 1 predicts the next token")
     if not (_is_integer(targets.dtype) and _fits(ignore_index, targets.dtype)):
         raise ValueError(
             f"labels must be of an integer dtype that holds ignore_index={ignore_index}, got {targets.dtype}; "
             "use labels.to(torch.int64)"
         )
-    return torch.cat([targets[..., 1:], torch.full_like(targets[..., :1], ignore_index)], dim=-1)
 
 
 def check_same_batch(x: Any, mesh: DeviceMesh) -> None:
@@ -218,11 +256,11 @@ def _check_has_tensor(x: Any, caller: str) -> int:
     return num_tensors
 
 
-def _needs_grad(x: Tensor) -> bool:
+def needs_grad(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _check_layout(mesh: DeviceMesh, layout: SequenceLayout, caller: str) -> None:
+def check_layout(mesh: DeviceMesh, layout: SequenceLayout, caller: str) -> None:
     check_mesh(mesh, caller)
     if mesh.size() != layout.cp:
         raise ValueError(
@@ -231,7 +269,7 @@ def _check_layout(mesh: DeviceMesh, layout: SequenceLayout, caller: str) -> None
         )
 
 
-def _check_seq_dim(x: Tensor, dim: int, expected: int, caller: str, what: str) -> None:
+def check_seq_dim(x: Tensor, dim: int, expected: int, caller: str, what: str) -> None:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
             f"{caller}: dim={dim} is out of range for a tensor of shape {tuple(x.shape)}; give its sequence dim"
@@ -243,10 +281,10 @@ def _check_seq_dim(x: Tensor, dim: int, expected: int, caller: str, what: str) -
         )
 
 
-def _check_pad_value(pad_value: float, dtype: torch.dtype) -> None:
+def check_pad_value(pad_value: float, dtype: torch.dtype, caller: str) -> None:
     if not _fits(pad_value, dtype):
         limits = "False or True" if dtype == torch.bool else "{0.min}..{0.max}".format(_info(dtype))
-        raise ValueError(f"shard: pad_value={pad_value} does not fit {dtype} ({limits}); give another pad_value")
+        raise ValueError(f"{caller}: pad_value={pad_value} does not fit {dtype} ({limits}); give another pad_value")
 
 
 def _fits(number: float, dtype: torch.dtype) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dtcp.documents import Documents
 from dtcp.layout import LAYOUT_NAMES, make_layout
 from dtcp.mesh import ParallelDims
 
@@ -15,16 +16,36 @@ def cp_mesh(world):
     return dims.view("cp")
 
 
+def some_documents(seq_len, rows=1, is_padded=False):
+    """Documents of one token and of several, others in each row; padding inside the last row if asked for."""
+    ids = [torch.arange(seq_len) ** 2 // (seq_len + 3 * row) for row in range(1, rows + 1)]
+    if is_padded:
+        start = seq_len // 3
+        ids[-1][start + 2 :] += seq_len  # what follows padding is another document
+        ids[-1][start : start + 2] = -1
+    return Documents.from_ids(torch.stack(ids))
+
+
+def layout_of(name, seq_len, cp, rows=1, **options):
+    """Any layout; ``per_document`` places some documents, others in each row."""
+    documents = some_documents(seq_len, rows) if name == "per_document" else None
+    return make_layout(name, seq_len=seq_len, cp=cp, documents=documents, **options)
+
+
 def layouts(cp, lengths=LENGTHS):
     return [
-        make_layout(name, seq_len=seq_len, cp=cp, multiple_of=multiple_of)
+        layout_of(name, seq_len, cp, multiple_of=multiple_of)
         for name in LAYOUT_NAMES
         for seq_len, multiple_of in [*((length, 1) for length in lengths), (lengths[-1], 3)]
     ]
 
 
-def cut_by_hand(x, layout, rank, dim, pad_value=0):
+def cut_by_hand(x, layout, rank, dim, pad_value=0, batch_dim=0):
     """What ``shard`` has to return, one slot at a time."""
+    if layout.num_rows > 1:
+        rows = [layout.select_rows([row]) for row in range(layout.num_rows)]
+        parts = [cut_by_hand(x.narrow(batch_dim, row, 1), rows[row], rank, dim, pad_value) for row in range(len(rows))]
+        return torch.cat(parts, batch_dim)
     slots = []
     for position in layout.positions(rank).tolist():
         slot = x.narrow(dim, min(position, layout.seq_len - 1), 1).clone()

@@ -11,18 +11,18 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
+from cuts import layout_of
 from dtcp import collectives
 from dtcp.attention import ops as attention_ops
 from dtcp.attention.schedule import ring_schedule
 from dtcp.collectives import agree
+from dtcp.layout import LAYOUT_NAMES
 from dtcp.mask import Mask
 from oracle import GRADIENT_NAMES, Case, make_problem, solve
 from recorder import Sent, count_exchanges
 
 BATCH, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 2, 16, 8
 ROW = BATCH * NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)  # elements of K and V of one token
-
-LAYOUTS = ("contiguous", "head_tail", "striped")
 
 
 def check_bytes(rank: int, world: int, layout_name: str, strategy: str, is_causal: bool) -> tuple[int, int]:
@@ -89,11 +89,11 @@ def test_all_gather_bytes_are_the_closed_form(ranks, world, is_causal):
     assert sent == [((world - 1) * shard_bytes, 2 * (world - 1) * shard_bytes)] * world
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
 @pytest.mark.parametrize("cp", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_ring_schedules_of_all_ranks_fit_together(name, cp, is_causal):
-    layout = dtcp.make_layout(name, seq_len=7 * cp - 2, cp=cp)
+    layout = layout_of(name, 7 * cp - 2, cp)
     schedules = [ring_schedule(layout, layout, Mask(is_causal), True, rank) for rank in range(cp)]
     for rank, own in enumerate(schedules):
         assert sorted(s.source for s in own.steps) == list(range(cp)) and own.steps[0].source == rank
@@ -148,18 +148,19 @@ def check_flops(rank: int, world: int, strategy: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    for name, is_causal in itertools.product(LAYOUTS, (True, False)):
-        layout = dtcp.make_layout(name, seq_len=29, cp=world)
+    for name, is_causal in itertools.product(LAYOUT_NAMES, (True, False)):
+        layout = layout_of(name, 29, world)
         q, k, v = (
             torch.randn(2, h, layout.local_seq_len, d, requires_grad=True) for h, d in ((4, 16), (2, 16), (2, 8))
         )
         with FlopCounterMode(display=False) as counter:
             out = dtcp.context_parallel_attention(
-                q, k, v, mesh=mesh, layout=layout, is_causal=is_causal, enable_gqa=True, strategy=strategy
-            )
+                q, k, v, mesh=mesh, layout=layout, is_causal=is_causal, enable_gqa=True, strategy=strategy,
+                documents=layout.documents,
+            )  # fmt: skip
             forward = counter.get_total_flops()
             out.backward(torch.ones_like(out))
-        pairs = layout.attended_pairs(is_causal)[rank]
+        pairs = layout.attended_pairs(is_causal, documents=layout.documents)[rank]
         assert forward == 2 * 2 * 4 * pairs * (16 + 8)
         assert counter.get_total_flops() - forward == 2 * 2 * 4 * pairs * (3 * 16 + 2 * 8)
 

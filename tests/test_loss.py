@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from cuts import layout_of
 from dtcp.layout import LAYOUT_NAMES, make_layout
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
@@ -43,7 +44,7 @@ def compare_with_the_whole(rank, world, dtype, tolerance):
     mesh, loss_mesh = dims.view("cp"), dims.view("loss")
     for name in LAYOUT_NAMES:
         for seq_len, ignore_index in ((5, -100), (12, -1), (13, 99)):
-            layout = make_layout(name, seq_len=seq_len, cp=world)
+            layout = layout_of(name, seq_len, world)
             logits, labels = batch(seq_len, dtype, ignore_index)
             whole = logits.clone().requires_grad_()
             expected = F.cross_entropy(whole.view(-1, VOCAB), labels.view(-1), ignore_index=ignore_index)

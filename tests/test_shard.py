@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuts import cp_mesh, cut_by_hand, inputs, layouts, raises, same
+from cuts import cp_mesh, cut_by_hand, inputs, layout_of, layouts, raises, same
 from dtcp.layout import LAYOUT_NAMES, make_layout
 from dtcp.shard import shard, unshard
 
@@ -106,7 +106,7 @@ def cut_unusual_inputs(rank, world):
     mesh = cp_mesh(world)
     for name in LAYOUT_NAMES:
         for seq_len in (16, 13, 1):
-            layout = make_layout(name, seq_len=seq_len, cp=world)
+            layout = layout_of(name, seq_len, world)
             base = torch.randn(2, seq_len + 5)
             cases = [
                 (torch.arange(seq_len).expand(2, seq_len), 1),
@@ -209,13 +209,15 @@ def test_inference_mode_no_grad_and_another_default_dtype_change_nothing(ranks):
     name=st.sampled_from(LAYOUT_NAMES),
     seq_len=st.integers(1, 40),
     cp=st.integers(1, 6),
+    rows=st.integers(1, 3),
     multiple_of=st.integers(1, 5),
 )
-def test_the_cuts_of_all_ranks_hold_each_token_once_and_pads_elsewhere(name, seq_len, cp, multiple_of):
-    layout = make_layout(name, seq_len=seq_len, cp=cp, multiple_of=multiple_of)
+def test_the_cuts_of_all_ranks_hold_each_token_once_and_pads_elsewhere(name, seq_len, cp, rows, multiple_of):
+    layout = layout_of(name, seq_len, cp, rows, multiple_of=multiple_of)
     from dtcp.shard_ops import shard_op
 
-    x = torch.arange(seq_len)
-    parts = torch.cat([shard_op(x, layout.state, layout.local_seq_len, rank, 0, -1) for rank in range(cp)])
-    assert parts.numel() == layout.padded_seq_len
-    assert parts[parts >= 0].sort().values.tolist() == x.tolist()
+    x = torch.arange(seq_len).expand(rows, seq_len)
+    parts = torch.cat([shard_op(x, layout.state, layout.local_seq_len, rank, 1, 0, -1) for rank in range(cp)], 1)
+    assert parts.shape == (rows, layout.padded_seq_len)
+    for row in parts:
+        assert row[row >= 0].sort().values.tolist() == x[0].tolist()

@@ -167,13 +167,13 @@ def check_ops(rank, world):
     group = mesh.get_group().group_name
     for x, dim in ((torch.randn(2, layout.local_seq_len, 3), 1), (torch.randn(layout.local_seq_len), 0)):
         for needs_grad in (False, True):
-            arguments = (layout.state, 6, group, dim, "", 1, needs_grad)
+            arguments = (layout.state, 6, group, dim, 0, "", 1, needs_grad)
             # opcheck compares the outputs of two runs, and each call has another number.
             with mock.patch.object(shard_ops, "agree", lambda *args, **kwargs: 7 * bool(agree(*args, **kwargs))):
                 torch.library.opcheck(shard_ops.unshard_op, (x.clone().requires_grad_(needs_grad), *arguments))
     for needs_grad in (False, True):
         x = torch.randn(2, 6, 3).requires_grad_(needs_grad)
-        torch.library.opcheck(shard_ops.shard_op, (x, layout.state, layout.local_seq_len, rank, 1, 0))
+        torch.library.opcheck(shard_ops.shard_op, (x, layout.state, layout.local_seq_len, rank, 1, 0, 0))
 
 
 def test_opcheck_passes_with_and_without_gradients(ranks):

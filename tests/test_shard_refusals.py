@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cuts import cp_mesh, raises, same
+from dtcp.documents import Documents
 from dtcp.layout import make_layout
 from dtcp.mesh import ParallelDims
 from dtcp.shard import shard, shift_labels, unshard
@@ -68,7 +71,7 @@ def join_differing(rank, world):
     nine = [torch.zeros(1, 4, 1, 1, 1, 1, 1, n) for n in (2, 3)]
     check(nine[1], "number of elements", 8, 12, good=nine[0])
     contiguous = make_layout("contiguous", seq_len=4 * world, cp=world)
-    check(good, "layout (0 contiguous, 1 head_tail, 2 striped)", 1, 0, bad_layout=contiguous)
+    check(good, "layout (0 contiguous, 1 head_tail, 2 striped, 3 per_document)", 1, 0, bad_layout=contiguous)
     shorter = make_layout("head_tail", seq_len=4 * world - 1, cp=world)
     check(good, "seq_len", 4 * world, 4 * world - 1, bad_layout=shorter)
     coarser = make_layout("head_tail", seq_len=4 * world, cp=world, multiple_of=4)
@@ -152,11 +155,67 @@ def test_shift_labels_refuses_a_dtype_that_cannot_hold_the_ignore_index(dtype, i
         shift_labels(torch.zeros(1, 4).to(dtype), ignore_index=ignore_index)
 
 
-def test_shift_labels_refuses_other_shapes_and_documents():
+def test_shift_labels_refuses_other_shapes_and_shifts():
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"tokens \(…, S\) and labels of the same shape, got \(2, 4\) and \(2, 3\)"):
         shift_labels(tokens, tokens[:, 1:])
     with pytest.raises(ValueError, match=r"got \(\) and \(\)"):
         shift_labels(tokens[0, 0])
-    with pytest.raises(NotImplementedError, match="use documents=None"):
-        shift_labels(tokens, documents=object())
+    for shift in (0, -1, 1.0, True):
+        with pytest.raises(ValueError, match=f"shift must be an int of at least 1, got {shift}; 1 predicts the next"):
+            shift_labels(tokens, shift=shift)
+
+
+def test_shift_labels_refuses_documents_of_another_kind_length_or_batch():
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"documents must be dtcp.Documents, got list; make them with"):
+        shift_labels(tokens, documents=[4, 4])
+    with pytest.raises(ValueError, match="documents add up to 5 tokens, but the sequence has 4"):
+        shift_labels(tokens, documents=Documents.from_lengths([5]))
+    three = Documents.from_lengths([[4]] * 3)
+    with pytest.raises(ValueError, match="documents describe 3 rows, but the batch has 2; .*select_rows"):
+        shift_labels(tokens, documents=three)
+    with pytest.raises(ValueError, match="documents describe 3 rows, but the batch has 1"):
+        shift_labels(tokens[0], documents=three)
+
+
+def test_the_last_tokens_of_a_document_and_padding_have_no_target():
+    tokens = torch.arange(10, 18).view(1, 8)
+    documents = Documents.from_ids([0, 0, 0, -1, -1, 1, 2, 2])
+    assert shift_labels(tokens, documents=documents).tolist() == [[11, 12, -100, -100, -100, -100, 17, -100]]
+    assert shift_labels(tokens, documents=documents, shift=2).tolist() == [[12] + [-100] * 7]
+    assert shift_labels(tokens, documents=documents, shift=9, ignore_index=-1).tolist() == [[-1] * 8]
+    assert shift_labels(tokens[0].to(torch.uint8), documents=documents, ignore_index=0).tolist()[:3] == [11, 12, 0]
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 12), st.booleans(), st.booleans())
+def test_targets_are_those_of_each_document_alone(data, rows, shift, has_labels, is_deep):
+    lengths = [data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4)) for _ in range(rows)]
+    size = max(1, *(sum(row) for row in lengths))
+    ids = torch.full((rows, size), -1)
+    tokens, labels = torch.arange(rows * size).view(rows, size), torch.arange(rows * size).view(rows, size) * 3 + 1
+    expected = torch.full_like(tokens, -100)
+    for row in range(rows):
+        start = size - sum(lengths[row])  # padding comes first, if any
+        for number, length in enumerate(lengths[row]):
+            ids[row, start : start + length] = number
+            for i in range(start, start + length - shift):
+                expected[row, i] = (labels if has_labels else tokens)[row, i + shift]
+            start += length
+    if is_deep:
+        tokens, labels, expected = (x.unsqueeze(1).expand(rows, 2, size) for x in (tokens, labels, expected))
+    found = shift_labels(tokens, labels if has_labels else None, Documents.from_ids(ids), shift=shift)
+    assert torch.equal(found, expected)
+
+
+def test_shift_labels_with_other_documents_in_each_step_compiles_once():
+    import torch._dynamo.testing
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *args: shift_labels(args[0], None, args[1]), fullgraph=True, backend=counter)
+    tokens = torch.arange(14).view(2, 7)
+    for lengths in ([[3, 4], [7]], [[7], [1, 6]], [[2, 5]] * 2):
+        documents = Documents.from_lengths(lengths)
+        assert torch.equal(compiled(tokens, documents), shift_labels(tokens, documents=documents))
+    assert counter.frame_count == 1
