@@ -135,8 +135,9 @@ def solve_masked(
 
     inputs = [local(x).requires_grad_() for x in (problem.query, problem.key, problem.value)]
     learned = {name: x.clone() for name, x in problem.learned().items()}
-    if "attn_bias" in learned:
-        learned["attn_bias"] = dtcp.shard(learned["attn_bias"], mesh, layout, dim=2)
+    if "attn_bias" in learned:  # where rows have orders of their own, each needs a bias of its own
+        num_rows = max(layout.num_rows, learned["attn_bias"].size(0))
+        learned["attn_bias"] = dtcp.shard(learned["attn_bias"].expand(num_rows, -1, -1, -1), mesh, layout, dim=2)
     learned = {name: x.requires_grad_(case.needs_mask_gradients) for name, x in learned.items()}
     options = problem.masks() | {"mesh": mesh, "layout": layout, "strategy": case.strategy, "kernel": case.kernel}
     out, lse = dtcp.context_parallel_attention(*inputs, **learned, **(options | overrides))
@@ -146,7 +147,8 @@ def solve_masked(
     whole = {name: dtcp.unshard(x.contiguous(), mesh, layout, dim=2) for name, x in results.items()}
     for name, grad in zip(learned, grads[3:], strict=False):
         if name == "attn_bias":
-            whole["grad_attn_bias"] = dtcp.unshard(grad.contiguous(), mesh, layout, dim=2)
+            joined = dtcp.unshard(grad.contiguous(), mesh, layout, dim=2)
+            whole["grad_attn_bias"] = joined.sum_to_size(problem.learned()[name].shape)
         else:
             torch.distributed.all_reduce(grad, group=mesh.get_group())
             whole[f"grad_{name}"] = grad

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,7 +63,27 @@ def possible(**options: Any) -> MaskedCase:
     return dataclasses.replace(case, **changes)
 
 
-PAIRWISE = [possible(**options) for options in all_pairs(AXES)]
+def pairs() -> Iterator[dict[str, Any]]:
+    """Every two values of two axes."""
+    for (a, values_a), (b, values_b) in itertools.combinations(AXES.items(), 2):
+        yield from ({a: x, b: y} for x, y in itertools.product(values_a, values_b))
+
+
+def has(case: MaskedCase, options: dict[str, Any]) -> bool:
+    return all(getattr(case, name) == value for name, value in options.items())
+
+
+def make_pairwise() -> list[MaskedCase]:
+    """A small set with every pair; what became of the others because of a third value gets a case of its own."""
+    cases = [possible(**options) for options in all_pairs(AXES)]
+    for pair in pairs():
+        alone = possible(**{"is_causal": False, **pair})
+        if has(alone, pair) and not any(has(case, pair) for case in cases):
+            cases.append(alone)
+    return cases
+
+
+PAIRWISE = make_pairwise()
 
 
 def check_cases(rank: int, world: int, cases: list[MaskedCase], poison: float | None = None) -> None:
@@ -164,29 +185,25 @@ def test_many_drawn_masks_match_the_oracle(ranks, case, multiple_of, world):
 
 def test_nan_in_padding_reaches_nothing(ranks):
     masks = ({}, {"window": (3, 0)}, {"sinks": True}, {"window": (3, 0), "sinks": True}, {"mask_mod": "chunked"})
-    lengths = (((5, -3, 1, 1, 20, -11),), ((3, -5, 33), (-1, 40)))
+    lengths = ((3, -5, 33), (-1, 40))
     cases = [
-        MaskedCase(layout=layout, strategy=strategy, lengths=rows, **more)
-        for layout, strategy, rows, more in itertools.product(AXES["layout"], AXES["strategy"], lengths, masks)
+        MaskedCase(layout=layout, strategy=AXES["strategy"][index % 2], lengths=lengths, **more)
+        for index, (layout, more) in enumerate(itertools.product(AXES["layout"], masks))
     ]
-    for poison in (float("nan"), float("inf")):
-        ranks.run(3, check_cases, cases, poison)
+    ranks.run(3, check_cases, cases, float("nan"))
+    ranks.run(3, check_cases, cases[::3], float("inf"))
 
 
-def test_the_pairwise_set_has_every_pair():
-    """But for those of which one is refused."""
-    for (a, values_a), (b, values_b) in itertools.combinations(AXES.items(), 2):
-        seen = {(getattr(case, a), getattr(case, b)) for case in PAIRWISE}
-        missing = set(itertools.product(values_a, values_b)) - seen
-        refused = {
-            pair
-            for pair in missing
-            if pair[1] == "flash"  # no soft cap
-            or (a == "layout" and pair[0] == "per_document" and pair[1] == ())
-            or (a == "is_causal" and pair[0] and b == "window" and pair[1][1] > 0)
-            or 2.0 in pair
-        }
-        assert missing <= refused, (a, b, missing - refused)
+def test_the_pairwise_set_has_every_pair_but_those_that_are_refused():
+    missing = [pair for pair in pairs() if not any(has(case, pair) for case in PAIRWISE)]
+    for pair in missing:
+        is_refused = (
+            (pair.get("layout") == "per_document" and pair.get("lengths") == ())
+            or (pair.get("is_causal") and pair.get("window", (0, 0))[1] > 0)
+            or (pair.get("kernel") == "flash" and pair.get("softcap"))
+        )
+        assert is_refused, pair
+    assert len(PAIRWISE) < 120
 
 
 # ---- step after step -------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def with_attn_mask(masks: CallMasks, attn_mask: Tensor, where: Where, query: Ten
     elif where.attn_mask_queries == "global" and group.size() > 1:
         if not torch.compiler.is_compiling():  # while a graph is made, layouts have no data
             _check_global(attn_mask, layout_from_state(where.state))
-        bias = shard_op(bias, where.state, local, group.rank(), 2, 0)
+        bias = shard_op(bias, where.state, local, group.rank(), 2, 0, 0.0)
     return masks._replace(attn_bias=bias)
 
 
