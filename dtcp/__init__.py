@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dtcp.dispatch.unshard import context_parallel_unshard
     from dtcp.dropout import AttentionDropout, Dropout, ModelWithDropout, dropout_keys, name_dropouts
     from dtcp.layout import SequenceLayout, make_layout
-    from dtcp.tiles import Tile
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from dtcp.parallelize.pipeline import Pipeline
     from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
     from dtcp.parallelize.tensor import apply_tensor_parallel, tensor_parallel_plan
+    from dtcp.tiles import Tile
 
 # Public name -> module that defines it. Loaded on first use, so that `import dtcp` stays light
 # (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
