@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # What receiving a key and value costs a rank, in pairs. Most of it hides behind work, so it is set low: on CPU, gloo
 # moves 4 KB of 8 heads of 64 at 1 GB/s in the time of 160 pairs; 16 is a tenth of that.
 _SLOT_PAIRS = 16
+_EDGE_PAIRS = 64  # what a kernel computes in vain for each query at the edge of a triangle, in blocks of 128
 # Ragged tiles of few pairs are joined under masks until a call is worth its cost: n of side m cost C + F·(n·m)², least
 # for each at 2·m·√(C·F).
 _JOINED_PAIRS = int(2 * (CALL_PAIRS * MASKED_FACTOR) ** 0.5)
@@ -116,7 +117,7 @@ def demand_of(
             total += _cut_at_chunks(name, starts, stops, cp, local_seq_len, left, right)
         else:
             runs = list(_dealt(name, starts, stops, cp, left_over_before))
-            demand = _demand(runs, left, right, cp)
+            demand = _demand(runs, left, right, cp, share=1)
             total += np.stack([np.broadcast_to(x, (cp, len(starts))).sum(axis=1) for x in demand])
     return Demand(*total)
 
@@ -158,17 +159,19 @@ def _cut_at_chunks(
     """Pairs, received slots and fragments of each rank that holds one or two whole chunks of the row."""
     num_chunks = 2 * cp if name == "head_tail" and cp > 1 else cp
     bounds = np.arange(num_chunks + 1) * (cp * local_seq_len // num_chunks)
+    if not len(starts):
+        return np.zeros((3, cp), np.int64)
     # Cut documents at the bounds of chunks: O(documents + cp) pieces.
-    cuts = np.union1d(bounds[:-1], starts)
-    cuts = cuts[(cuts >= starts[:1].min(initial=0)) & (cuts < (stops[-1] if len(stops) else 0))]
+    cuts = np.sort(np.concatenate([starts, bounds[:-1]]), kind="stable")
     index = np.searchsorted(starts, cuts, side="right") - 1
-    inside = (index >= 0) & (cuts < stops[np.maximum(index, 0)]) if len(stops) else np.zeros(0, bool)
-    cuts, index = cuts[inside], index[inside]
+    is_piece = (index >= 0) & (cuts < stops[index]) & (np.diff(cuts, append=-1) != 0)
+    cuts, index = cuts[is_piece], index[is_piece]
     chunk = np.searchsorted(bounds, cuts, side="right") - 1
     ends = np.minimum(stops[index], bounds[chunk + 1])
     rank = chunk if num_chunks == cp else np.minimum(chunk, num_chunks - 1 - chunk)
-    # A rank's two pieces of one document side by side: what both see is received once.
-    order = np.lexsort((cuts, index, rank))
+    # By rank; where one document reaches over both chunks of a rank, the pieces stand side by side: what both of them
+    # see is received once.
+    order = np.argsort(rank, kind="stable")
     cuts, ends, index, rank = cuts[order], ends[order], index[order], rank[order]
     is_second = np.zeros(len(cuts), bool)
     is_second[1:] = (rank[1:] == rank[:-1]) & (index[1:] == index[:-1])
@@ -178,16 +181,17 @@ def _cut_at_chunks(
     start, stop = starts[index[firsts]], stops[index[firsts]]
     one = _Runs(cuts[firsts], ends[firsts] - cuts[firsts], 1, start, stop)
     two = _Runs(cuts[seconds], np.where(has_second, ends[seconds] - cuts[seconds], 0), 1, start, stop)
-    demand = np.stack([np.broadcast_to(x, firsts.shape) for x in _demand([one, two], left, right, cp)])
+    demand = np.stack([np.broadcast_to(x, firsts.shape) for x in _demand([one, two], left, right, cp, int(bounds[1]))])
     until = np.concatenate([np.zeros((3, 1), np.int64), demand.cumsum(axis=1)], axis=1)
     return np.diff(until[:, np.searchsorted(rank[firsts], np.arange(cp + 1))], axis=1)
 
 
-def _demand(runs: list[_Runs], left: int, right: int, cp: int) -> tuple[Integers, Integers, Integers]:
+def _demand(runs: list[_Runs], left: int, right: int, cp: int, share: int) -> tuple[Integers, Integers, Integers]:
     """Pairs, received slots, and cost of fragments, of one rank in one document.
 
     Args:
         runs: All that it holds of the document, in increasing order.
+        share: Tokens that stand together on a rank, as far as a document is long enough.
     """
     held: Any = sum(run.num for run in runs)
     pairs: Any = 0
@@ -205,10 +209,21 @@ def _demand(runs: list[_Runs], left: int, right: int, cp: int) -> tuple[Integers
             new = np.where(is_any, np.maximum(high - np.maximum(low, until), 0), 0)
         pairs, seen = pairs + own, seen + new
         until = np.where(is_any, np.maximum(until, high), until)
-    calls = np.minimum(cp, seen) + len(runs) - 1
-    side = np.sqrt(pairs // np.maximum(calls, 1)).astype(np.int64)
-    fragments = np.where(held > 0, calls * np.minimum(CALL_PAIRS, _JOINED_PAIRS * side), 0)
-    return pairs, seen - held, fragments
+    return pairs, seen - held, _fragments(runs, held, pairs, seen - held, left >= 0 or right >= 0, cp, share)
+
+
+def _fragments(
+    runs: list[_Runs], held: Integers, pairs: Integers, received: Integers, has_edges: bool, cp: int, share: int
+) -> Integers:
+    """What it costs beside its pairs to compute them in calls: one for each rank whose keys are seen, or joined."""
+    calls = 1 + np.minimum(cp - 1, -(-received // share))
+    if runs[0].step > 1 and len(runs) > 1:
+        calls = calls + (runs[0].num > 0)  # left-over tokens fit no rectangle of the others
+    side = np.sqrt(pairs // calls).astype(np.int64)
+    # Where ranks take every cp-th token, what they see of each other ends in an edge for each of them.
+    num_edges = (calls if runs[-1].step > 1 else 1) if has_edges else 0
+    cost = calls * np.minimum(CALL_PAIRS, _JOINED_PAIRS * side) + _EDGE_PAIRS * num_edges * held
+    return np.where(held > 0, cost, 0)
 
 
 def _pairs(run: _Runs, left: int, right: int) -> Integers:

@@ -20,6 +20,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 _MAX_TOKENS = 1 << 22  # of all that is kept; each costs up to some 64 bytes here: ids, state, bounds of its keys
+_MAX_KEPT = 256  # however short they are
 _MIN_KEPT = 4  # whatever they cost: a step with microbatches in flight uses some of them in turn
 
 
@@ -28,6 +29,7 @@ class Recent(Generic[K, V]):
 
     def __init__(self) -> None:
         self._kept: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._num_tokens = 0
         self._lock = threading.RLock()  # backward runs in threads of its own
 
     def get(self, key: K) -> V | None:
@@ -40,10 +42,12 @@ class Recent(Generic[K, V]):
     def put(self, key: K, value: V, num_tokens: int) -> V:
         """Keep ``value``, and drop what was not used for longest; return it."""
         with self._lock:
+            _, before = self._kept.pop(key, (None, 0))
             self._kept[key] = value, num_tokens
-            self._kept.move_to_end(key)
-            while len(self._kept) > _MIN_KEPT and sum(tokens for _, tokens in self._kept.values()) > _MAX_TOKENS:
-                self._kept.popitem(last=False)
+            self._num_tokens += num_tokens - before
+            while len(self._kept) > _MAX_KEPT or (len(self._kept) > _MIN_KEPT and self._num_tokens > _MAX_TOKENS):
+                _, (_, dropped) = self._kept.popitem(last=False)
+                self._num_tokens -= dropped
             return value
 
     def __len__(self) -> int:
