@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from dtcp.remembered import Recent, remembered
+
 Integers = npt.NDArray[np.int64]
 
 PADDING = -1  # the id of a token that is in no document
 _HEADER = 2  # numbers of ``state`` before the ids: the hash of the contents, and the rows
-_NUM_REMEMBERED = 256  # documents that are not decoded again from their state; a step has one, or one per microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +176,10 @@ class Documents:
     def from_state(cls, state: Tensor) -> Documents:
         """The documents that ``state`` is of; cached by value."""
         key, num_rows = state[:_HEADER].tolist()
-        found = _remembered.get(key)
+        found = _decoded.get(key)
         if found is None or found.state.numel() != state.numel():
             found = cls(state[_HEADER:].cpu().numpy().reshape(num_rows, -1).copy())
-        _remember(found)
+            _decoded.put(key, found, found._ids.size)
         return found
 
     @classmethod
@@ -199,12 +199,12 @@ class Documents:
 
     # ---- what they say ----
 
-    @property
+    @functools.cached_property
     def is_shared(self) -> bool:
         """Whether all rows hold the same documents."""
         return self.num_rows == 1 or bool((self._ids == self._ids[0]).all())
 
-    @property
+    @functools.cached_property
     def has_padding(self) -> bool:
         """Whether some token is in no document."""
         return bool((self._ids == PADDING).any())
@@ -293,18 +293,10 @@ def check_documents(documents: Any) -> Documents | None:
     )
 
 
-_remembered: OrderedDict[int, Documents] = OrderedDict()
+_decoded: Recent[int, Documents] = Recent()  # by the hash of their contents
 
 
-def _remember(documents: Documents) -> None:
-    """Keep those that were used last, by the hash of their contents."""
-    _remembered[hash(documents)] = documents
-    _remembered.move_to_end(hash(documents))
-    while len(_remembered) > _NUM_REMEMBERED:
-        _remembered.popitem(last=False)
-
-
-@functools.lru_cache(maxsize=_NUM_REMEMBERED)
+@remembered(of=lambda documents: documents)
 def _parts(documents: Documents) -> tuple[Row, ...]:
     found = []
     for ids in documents._ids:

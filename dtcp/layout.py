@@ -9,8 +9,6 @@ order, and pads sort last, so the valid slots of a rank are always a prefix of t
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,9 +17,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from dtcp.auto_layout import choose_layout
 from dtcp.documents import Documents, Integers, check_documents
-from dtcp.mask import Mask, checked_mask
-from dtcp.placement import per_document_positions, regular_positions
+from dtcp.mask import NO_WINDOW, Mask, check_window, checked_mask
+from dtcp.placement import padded_len, per_document_positions, regular_positions
+from dtcp.remembered import remembered
 from dtcp.tiles import Tile, cut_tiles
 
 LAYOUT_NAMES = ("contiguous", "head_tail", "striped", "per_document")
@@ -56,17 +56,11 @@ class SequenceLayout:
     local_seq_len: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        padded = -(-self.seq_len // self._multiple()) * self._multiple()
+        padded = padded_len(self.name, self.seq_len, self.cp, self.multiple_of)
         object.__setattr__(self, "padded_seq_len", padded)
         object.__setattr__(self, "local_seq_len", padded // self.cp)
         kind = LAYOUT_NAMES.index(self.name)
         object.__setattr__(self, "state", _state([kind, self.seq_len, self.cp, self.multiple_of, 0], self.placed_by))
-
-    def _multiple(self) -> int:
-        """What ``padded_seq_len`` is a multiple of. At cp=1 nothing is cut, so head_tail needs no even length."""
-        if self.cp == 1:
-            return self.multiple_of
-        return self.cp * (math.lcm(2, self.multiple_of) if self.name == "head_tail" else self.multiple_of)
 
     @property
     def num_rows(self) -> int:
@@ -184,6 +178,8 @@ class SequenceLayout:
             raise ValueError(f"rank must be in 0..{self.cp - 1} for a layout of cp={self.cp}, got {rank}")
 
     def _check_comparable(self, kv_layout: SequenceLayout, mask: Mask) -> None:
+        if mask.documents is not None:
+            mask.documents.check_fits(self.seq_len)
         if mask.is_positional and kv_layout != self:
             asked = "is_causal" if mask.is_causal else "window_size" if mask.documents is None else "documents"
             raise ValueError(
@@ -193,27 +189,35 @@ class SequenceLayout:
 
 
 def make_layout(
-    name: str, *, seq_len: int, cp: int, documents: Documents | None = None, multiple_of: int = 1
+    name: str,
+    *,
+    seq_len: int,
+    cp: int,
+    documents: Documents | None = None,
+    multiple_of: int = 1,
+    is_causal: bool = True,
+    window_size: tuple[int, int] = NO_WINDOW,
 ) -> SequenceLayout:
     """Return the layout ``name`` of ``seq_len`` tokens over ``cp`` ranks, padded to the least multiple.
 
     Args:
         name: ``contiguous`` (rank r holds the r-th part), ``head_tail`` (chunks r and 2·cp−1−r of 2·cp: causal
-            work is equal on every rank), ``striped`` (token i on rank i mod cp) or ``per_document`` (every document
-            is dealt head-tail: work is equal whatever the lengths are).
+            work is equal on every rank), ``striped`` (token i on rank i mod cp), ``per_document`` (every document
+            is dealt head-tail: work is equal whatever the lengths are), or ``auto``: the one of them whose busiest
+            rank has least to do, counted exactly, and the simplest of several. Its name is that of the one it took,
+            and it logs why. Costs O(documents · cp) and is cached.
         seq_len: Tokens of the whole sequence, at least 1.
-        documents: Where documents lie, for ``per_document``. They place tokens; attention is told of them by its own
-            argument: ``documents=layout.documents``.
+        documents: Where documents lie, for ``per_document`` and ``auto``. They place tokens; attention is told of them
+            by its own argument: ``documents=layout.documents``.
         multiple_of: ``local_seq_len`` is a multiple of it (the tp degree under sequence parallelism).
+        is_causal, window_size: The mask that attention will have, by which ``auto`` chooses; no other looks at them.
 
     Raises:
         ValueError: If the name is unknown, a number is not a positive int, or documents are missing or have another
             length.
     """
-    if name == "auto":
-        raise NotImplementedError(f"layout={name!r} is not available yet; use one of {', '.join(LAYOUT_NAMES)}")
-    if name not in LAYOUT_NAMES:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUT_NAMES)}, got {name!r}")
+    if name not in (*LAYOUT_NAMES, "auto"):
+        raise ValueError(f"layout must be one of {', '.join(LAYOUT_NAMES)}, auto, got {name!r}")
     for label, number in (("seq_len", seq_len), ("cp", cp), ("multiple_of", multiple_of)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{label} must be an int of at least 1, got {number!r}")
@@ -223,6 +227,9 @@ def make_layout(
         raise ValueError(
             "layout='per_document' needs to know where documents lie; pass documents=dtcp.Documents.from_lengths(...)"
         )
+    window = check_window(window_size, is_causal)
+    if name == "auto":
+        name = choose_layout(seq_len, cp, documents, multiple_of, is_causal, window)
     placed_by = documents if name == "per_document" else None
     return _make_layout(name, seq_len, cp, multiple_of, placed_by)._with(documents)
 
@@ -241,23 +248,23 @@ def is_same_layout(state: Tensor, other: Tensor) -> bool:
 
 
 def _state(numbers: list[int], documents: Documents | None) -> Tensor:
-    if documents is not None:
-        numbers = [*numbers, *documents.state.tolist()]
     if torch.compiler.is_compiling():  # made inside a compiled function: part of its graph, and cached by nobody
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        alone = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return alone if documents is None else torch.cat([alone, documents.state])
     # Layouts are cached: one first made in inference mode, or while tracing with fake tensors, serves training too.
     with torch.inference_mode(False), unset_fake_temporarily():
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        alone = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return alone if documents is None else torch.cat([alone, documents.state])
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered(of=lambda *numbers: numbers[4])
 def _make_layout(
-    name: str, seq_len: int, cp: int, multiple_of: int, placed_by: Documents | None = None
+    name: str, seq_len: int, cp: int, multiple_of: int, placed_by: Documents | None
 ) -> SequenceLayout:
     return SequenceLayout(name, seq_len, cp, multiple_of, placed_by)
 
 
-@functools.lru_cache(maxsize=256)
+@remembered(of=lambda layout, *_: layout.placed_by, maxsize=256)
 def slot_positions(layout: SequenceLayout, rank: int, row: int = 0) -> Integers:
     """Global token index of each slot of ``rank`` in ``row``: what ``layout.positions`` is made of."""
     if layout.placed_by is None:
@@ -265,17 +272,17 @@ def slot_positions(layout: SequenceLayout, rank: int, row: int = 0) -> Integers:
     return _placed_by_documents(layout.placed_by, row % layout.num_rows, layout.cp, layout.local_seq_len)[rank]
 
 
-@functools.lru_cache(maxsize=64)
+@remembered(of=lambda documents, *_: documents)
 def _placed_by_documents(documents: Documents, row: int, cp: int, local_seq_len: int) -> list[Integers]:
     return per_document_positions(documents, row, cp, local_seq_len)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered(of=lambda layout, _: layout.placed_by)
 def _num_valid(layout: SequenceLayout, rank: int) -> int:
     return int(np.searchsorted(slot_positions(layout, rank), layout.seq_len))
 
 
-@functools.lru_cache(maxsize=64)
+@remembered(of=lambda layout, _: layout.placed_by, maxsize=64)
 def _inverse(layout: SequenceLayout, row: int) -> Integers:
     order = np.concatenate([slot_positions(layout, r, row) for r in range(layout.cp)])
     return np.argsort(order)[: layout.seq_len]
@@ -290,7 +297,11 @@ def row_groups(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) ->
     return mask.row_groups(placed_by)
 
 
-@functools.lru_cache(maxsize=1024)
+def _documents_of(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *_: object) -> Documents | None:
+    return mask.documents or layout.placed_by or kv_layout.placed_by
+
+
+@remembered(of=_documents_of, maxsize=256)
 def _visible(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int, row: int
 ) -> tuple[Integers, Integers]:
@@ -300,7 +311,7 @@ def _visible(
     return np.searchsorted(keys, first[queries]), np.searchsorted(keys, stop[queries])
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered(of=_documents_of)
 def _tiles(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int, may_mask: bool
 ) -> tuple[Tile, ...]:
@@ -313,7 +324,7 @@ def _tiles(
     return tuple(tiles)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered(of=_documents_of)
 def _key_range(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> tuple[int, int]:
@@ -326,7 +337,7 @@ def _key_range(
     return (min(start for start, _ in found), max(stop for _, stop in found)) if found else (0, 0)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(of=lambda layout, mask, _: mask.documents or layout.placed_by)
 def _num_pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
     groups = row_groups(layout, layout, mask)
     total = 0

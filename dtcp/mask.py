@@ -6,7 +6,7 @@ bound falls from one query to the next. Tiles, messages and work follow from the
 
 from __future__ import annotations
 
-import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtcp.documents import Documents, Integers, check_documents
+from dtcp.remembered import remembered
 
 NO_WINDOW = (-1, -1)
 Rows = tuple[int, int]
@@ -70,13 +71,18 @@ class Mask:
         return _intervals(self, seq_len, kv_seq_len, row)
 
 
-@functools.lru_cache(maxsize=256)
+@remembered(of=lambda mask, more: mask.documents or more)
 def _row_groups(mask: Mask, more: Documents | None) -> tuple[Rows | None, ...]:
     differing = [d for d in (mask.documents, more) if d is not None and not d.is_shared]
     num_rows = {d.num_rows for d in differing} | ({len(mask.key_lengths)} if mask.key_lengths else set())
     if not num_rows:
         return (None,)
-    (count,) = num_rows  # the call has compared them with its batch
+    if len(num_rows) > 1:
+        raise ValueError(
+            f"documents and key_lengths must describe the rows of one batch, got {sorted(num_rows)} rows; select those "
+            "of this batch: documents.select_rows(slice(start, stop))"
+        )
+    (count,) = num_rows
     contents = [
         (*(d.select_rows([row]) for d in differing), mask.key_lengths[row] if mask.key_lengths else None)
         for row in range(count)
@@ -87,7 +93,7 @@ def _row_groups(mask: Mask, more: Documents | None) -> tuple[Rows | None, ...]:
     return tuple(zip(starts, [*starts[1:], count], strict=True))
 
 
-@functools.lru_cache(maxsize=32)
+@remembered(of=lambda mask, *_: mask.documents)
 def _intervals(mask: Mask, seq_len: int, kv_seq_len: int, row: int) -> tuple[Integers, Integers]:
     token = np.arange(seq_len, dtype=np.int64)
     first, stop = np.zeros_like(token), np.full_like(token, kv_seq_len)
@@ -110,8 +116,22 @@ def checked_mask(
 ) -> Mask:
     """Return the mask, or raise ValueError naming what is wrong with it."""
     window = check_window(window_size, is_causal)
-    lengths = None if key_lengths is None else tuple(int(length) for length in key_lengths)
-    return Mask(is_causal, window, check_documents(documents), lengths)
+    return Mask(is_causal, window, check_documents(documents), _checked_lengths(key_lengths))
+
+
+def _checked_lengths(key_lengths: Any) -> tuple[int, ...] | None:
+    if key_lengths is None:
+        return None
+    try:
+        lengths = tuple(operator.index(length) for length in key_lengths)
+    except TypeError:
+        lengths = (-1,)
+    if not lengths or min(lengths) < 0:
+        raise ValueError(
+            f"key_lengths must be an int of 0 or more for each row of the batch, got {key_lengths!r}; give the number "
+            "of keys of each row that are tokens, the first ones"
+        )
+    return lengths
 
 
 def check_window(window_size: Any, is_causal: bool) -> tuple[int, int]:

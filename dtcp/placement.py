@@ -5,9 +5,17 @@ A rank's slots are in increasing order of their tokens, and pads, with positions
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from dtcp.documents import Documents, Integers
+
+
+def padded_len(name: str, seq_len: int, cp: int, multiple_of: int) -> int:
+    """Slots of all ranks together. At cp=1 nothing is cut, so head_tail needs no even length."""
+    local = math.lcm(2, multiple_of) if name == "head_tail" and cp > 1 else multiple_of
+    return -(-seq_len // (cp * local)) * cp * local
 
 
 def regular_positions(name: str, cp: int, local_seq_len: int, rank: int) -> Integers:

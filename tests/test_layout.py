@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,32 +12,20 @@ from hypothesis import strategies as st
 
 import dtcp
 from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
+from packing import documents
 
-layouts = st.builds(
-    lambda name, seq_len, cp, multiple_of: dtcp.make_layout(name, seq_len=seq_len, cp=cp, multiple_of=multiple_of),
-    st.sampled_from(LAYOUT_NAMES),
-    st.integers(1, 200),
-    st.integers(1, 7),
-    st.sampled_from([1, 2, 3, 4]),
-)
+
+@st.composite
+def layouts(draw) -> SequenceLayout:
+    name = draw(st.sampled_from(LAYOUT_NAMES))
+    packed = draw(documents(padding=False)) if name == "per_document" else None
+    seq_len = packed.seq_len if packed else draw(st.integers(1, 200))
+    cp, multiple_of = draw(st.integers(1, 7)), draw(st.sampled_from([1, 2, 3, 4]))
+    return dtcp.make_layout(name, seq_len=seq_len, cp=cp, documents=packed, multiple_of=multiple_of)
 
 
 def all_positions(layout: SequenceLayout) -> list[list[int]]:
     return [layout.positions(r).tolist() for r in range(layout.cp)]
-
-
-def tile_mask(layout: SequenceLayout, q_rank: int, kv_rank: int, is_causal: bool) -> torch.Tensor:
-    """How often each (query slot, key slot) pair is computed."""
-    count = torch.zeros(layout.local_seq_len, layout.local_seq_len, dtype=torch.int64)
-    for tile in layout.tiles(q_rank, kv_rank, is_causal=is_causal):
-        block = torch.ones(tile.num_queries, tile.num_keys, dtype=torch.int64)
-        if tile.kind == "causal":
-            assert tile.num_queries == tile.num_keys
-            block = block.tril()
-        assert tile.num_queries > 0 and tile.num_keys > 0
-        assert int(block.sum()) == tile.num_pairs
-        count[tile.q_start : tile.q_stop, tile.kv_start : tile.kv_stop] += block
-    return count
 
 
 def test_head_tail_positions_are_the_published_ones():
@@ -104,12 +91,12 @@ def test_padding_is_the_least_multiple(name, cp, multiple_of, padded):
 @pytest.mark.parametrize("seq_len", [1, 2])
 @pytest.mark.parametrize("name", LAYOUT_NAMES)
 def test_shorter_than_the_ranks_still_places_every_token(name, seq_len):
-    layout = dtcp.make_layout(name, seq_len=seq_len, cp=4)
+    layout = dtcp.make_layout(name, seq_len=seq_len, cp=4, documents=dtcp.Documents.from_lengths([seq_len]))
     assert sum(layout.num_valid(r) for r in range(4)) == seq_len
     assert sum(layout.attended_pairs()) == seq_len * (seq_len + 1) // 2
 
 
-@given(layouts)
+@given(layouts())
 def test_positions_are_a_partition_with_pads_last(layout):
     positions = all_positions(layout)
     assert sorted(itertools.chain(*positions)) == list(range(layout.padded_seq_len))
@@ -119,38 +106,94 @@ def test_positions_are_a_partition_with_pads_last(layout):
         assert sum(p < layout.seq_len for p in own) == layout.num_valid(rank)
 
 
-@given(layouts)
+@given(layouts())
 def test_inverse_finds_every_token(layout):
     order = torch.tensor([*itertools.chain(*all_positions(layout))])
     assert order[layout.inverse()].tolist() == list(range(layout.seq_len))
 
 
-@given(layouts, st.booleans())
-def test_tiles_cover_every_allowed_pair_once_and_no_other(layout, is_causal):
-    for q_rank in range(layout.cp):
-        for kv_rank in range(layout.cp):
-            q, kv = layout.positions(q_rank)[:, None], layout.positions(kv_rank)[None, :]
-            allowed = (q < layout.seq_len) & (kv < layout.seq_len)
-            if is_causal:
-                allowed &= kv <= q
-            assert torch.equal(tile_mask(layout, q_rank, kv_rank, is_causal), allowed.long())
-            read = allowed.any(0).nonzero().flatten().tolist() or [0, -1]
-            assert layout.key_range(q_rank, kv_rank, is_causal=is_causal) == (read[0], read[-1] + 1)
+# ---- documents -------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
-def test_any_staircase_is_cut_exactly(increments):
-    from dtcp.layout import _staircase_tiles
-
-    visible = np.cumsum(increments)
-    count = torch.zeros(len(increments), int(visible[-1]), dtype=torch.int64)
-    for t in _staircase_tiles(visible):
-        block = torch.ones(t.num_queries, t.num_keys, dtype=torch.int64)
-        count[t.q_start : t.q_stop, t.kv_start : t.kv_stop] += block.tril() if t.kind == "causal" else block
-    assert torch.equal(count, (torch.arange(count.size(1))[None] < torch.from_numpy(visible)[:, None]).long())
+def test_per_document_positions_are_rank_major_and_increasing():
+    docs = dtcp.Documents.from_lengths([4, 12])
+    layout = dtcp.make_layout("per_document", seq_len=16, cp=2, documents=docs)
+    assert all_positions(layout) == [[0, 3, 4, 5, 6, 13, 14, 15], [1, 2, 7, 8, 9, 10, 11, 12]]
+    assert layout.attended_pairs(documents=docs) == [44, 44]
+    others = {"contiguous": [20, 68], "head_tail": [52, 36]}
+    for name, pairs in others.items():
+        assert dtcp.make_layout(name, seq_len=16, cp=2).attended_pairs(documents=docs) == pairs
 
 
-@given(layouts)
+# Imbalance of contiguous, head_tail, striped and per_document (max / mean, 4 digits) and all pairs.
+PUBLISHED = [
+    ([3, 3, 8, 2], 2, 51, (1.4118, 1.0196, 1.0980, 1.0196)),
+    ([16384, *[1024] * 16], 2, 142622720, (1.8823, 1.4705, 1.0001, 1)),
+    ([16384, *[1024] * 16], 4, 142622720, (2.8233, 1.7058, 1.0003, 1)),
+    ([16384, *[1024] * 16], 8, 142622720, (3.2939, 1.8234, 1.0008, 1)),
+    ([*[1024] * 16, 16384], 4, 142622720, (2.8233, 1.7058, 1.0003, 1)),
+    ([1024] * 64, 4, 33587200, (1, 1, 1.0029, 1)),
+    ([1024] * 64, 8, 33587200, (1, 1, 1.0068, 1)),
+    ([4096, 4096], 4, 16781312, (1.4999, 1, 1.0007, 1)),
+    ([8192, 4096, 2048, 1024, 512, 256, 128, 128], 4, 44752896, (2.2495, 1.4997, 1.0005, 1)),
+    ([8192, 4096, 2048, 1024, 512, 256, 128, 128], 8, 44752896, (2.6244, 1.4997, 1.0013, 1)),
+    ([128, 128, 256, 512, 1024, 2048, 4096, 8192], 8, 44752896, (2.6244, 1.4382, 1.0013, 1)),
+]
+
+
+@pytest.mark.parametrize(("lengths", "cp", "total", "expected"), PUBLISHED)
+def test_imbalance_of_packed_documents_is_the_published_one(lengths, cp, total, expected):
+    docs = dtcp.Documents.from_lengths(lengths)
+    for name, imbalance in zip(LAYOUT_NAMES, expected, strict=True):
+        layout = dtcp.make_layout(name, seq_len=docs.seq_len, cp=cp, documents=docs)
+        assert sum(layout.attended_pairs(documents=docs)) == total
+        assert layout.imbalance(documents=docs) == pytest.approx(imbalance, abs=6e-5)
+
+
+@given(documents(num_rows=2, padding=False), st.integers(1, 7))
+def test_per_document_is_balanced_for_any_lengths(docs, cp):
+    layout = dtcp.make_layout("per_document", seq_len=docs.seq_len, cp=cp, documents=docs)
+    num_valid = [layout.num_valid(rank) for rank in range(cp)]
+    assert max(num_valid) - min(num_valid) <= 1 and sum(num_valid) == docs.seq_len
+    for row in range(docs.num_rows):
+        alone, own = layout.select_rows([row]), docs.select_rows([row])
+        pairs = alone.attended_pairs(documents=own)
+        assert max(pairs) - min(pairs) <= docs.seq_len
+
+
+@given(documents(num_rows=3), st.integers(1, 5))
+def test_each_row_of_different_documents_has_a_partition_of_its_own(docs, cp):
+    layout = dtcp.make_layout("per_document", seq_len=docs.seq_len, cp=cp, documents=docs)
+    for row in range(3):
+        alone = layout.select_rows(slice(row, row + 1))
+        assert alone == dtcp.make_layout("per_document", seq_len=docs.seq_len, cp=cp, documents=docs.select_rows([row]))
+        own = [layout.positions(rank).reshape(-1, layout.local_seq_len)[row % layout.num_rows] for rank in range(cp)]
+        assert [o.tolist() for o in own] == all_positions(alone)
+        assert all((o.diff() > 0).all() for o in own)
+        order = torch.cat(own)
+        inverse = layout.inverse().reshape(-1, layout.seq_len)[row % layout.num_rows]
+        assert order[inverse].tolist() == list(range(layout.seq_len))
+    again = layout_from_state(layout.state.clone())
+    assert again == layout and again.placed_by == docs
+
+
+def test_rows_that_hold_the_same_documents_share_their_places():
+    docs = dtcp.Documents.from_lengths([[4, 12], [4, 12]])
+    layout = dtcp.make_layout("per_document", seq_len=16, cp=2, documents=docs)
+    assert layout.num_rows == 1 and layout.positions(0).shape == (8,)
+
+
+def test_documents_given_to_a_regular_layout_place_nothing_and_come_back():
+    docs = dtcp.Documents.from_lengths([4, 12])
+    layout = dtcp.make_layout("striped", seq_len=16, cp=2, documents=docs)
+    assert layout == dtcp.make_layout("striped", seq_len=16, cp=2)
+    assert layout.documents is docs and layout.placed_by is None
+
+
+# ---- state and errors ------------------------------------------------------------------------------------------------
+
+
+@given(layouts())
 def test_state_brings_back_the_layout(layout):
     assert layout_from_state(layout.state.clone()) == layout
 
@@ -173,8 +216,13 @@ def test_tiles_of_whole_chunks_are_the_fewest():
         (lambda: dtcp.make_layout("head_tail", seq_len=8.0, cp=2), ValueError, "seq_len must be an int"),
         (lambda: dtcp.make_layout("head_tail", seq_len=8, cp=0), ValueError, "cp must be"),
         (lambda: dtcp.make_layout("head_tail", seq_len=8, cp=2, multiple_of=-1), ValueError, "multiple_of must be"),
-        (lambda: dtcp.make_layout("per_document", seq_len=8, cp=2), NotImplementedError, "not available yet; use one"),
-        (lambda: dtcp.make_layout("head_tail", seq_len=8, cp=2, documents=[8]), NotImplementedError, "documents=None"),
+        (lambda: dtcp.make_layout("per_document", seq_len=8, cp=2), ValueError, "pass documents=dtcp.Documents.from_l"),
+        (lambda: dtcp.make_layout("head_tail", seq_len=8, cp=2, documents=[8]), ValueError, "got list; make them with"),
+        (
+            lambda: dtcp.make_layout("head_tail", seq_len=8, cp=2, documents=dtcp.Documents.from_lengths([9])),
+            ValueError,
+            "documents add up to 9 tokens, but the sequence has 8",
+        ),
         (
             lambda: dtcp.make_layout("striped", seq_len=8, cp=2).positions(2),
             ValueError,
@@ -182,9 +230,9 @@ def test_tiles_of_whole_chunks_are_the_fewest():
         ),
         (lambda: dtcp.make_layout("striped", seq_len=8, cp=2).tiles(0, -1), ValueError, "got -1"),
         (
-            lambda: dtcp.make_layout("striped", seq_len=8, cp=2).attended_pairs(window_size=(3, 0)),
-            NotImplementedError,
-            r"windows yet, got window_size=\(3, 0\)",
+            lambda: dtcp.make_layout("striped", seq_len=8, cp=2).attended_pairs(window_size=(3, 1)),
+            ValueError,
+            r"looks 1 tokens ahead, which is_causal=True forbids; use \(3, 0\)",
         ),
     ],
 )
