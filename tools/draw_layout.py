@@ -8,8 +8,8 @@
 Above: a line for each rank, coloured where it holds a token. Left: queries (down) and keys (across) as the model sees
 them, each allowed pair in the colour of the rank that computes it. Right: the same pairs, ordered by the rank that
 holds the query and the rank that holds the key; each outline is one tile, one call of a kernel, with the step at which
-its keys arrive: 0 is the rank's own, s those of the s-th rank before it. Dashed: a tile that needs a mask. Above 512
-tokens the colours are sampled; outlines are exact.
+its keys are there: 0 is the rank's own, and from then on the keys of a neighbour further each. Dashed: a tile that
+needs a mask. Above 512 tokens the colours are sampled; outlines are exact.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Mark:
 def marks_of(layout: SequenceLayout, mask: Mask) -> list[Mark]:
     """Every tile of every pair of ranks, of the first row."""
     starts = np.cumsum([0, *(layout.num_valid(rank) for rank in range(layout.cp))]).tolist()
+    direction = 1 if layout.name == "contiguous" else -1  # as the ring's schedule passes keys on
     return [
-        Mark(q, kv, (q - kv) % layout.cp, tile, starts[q] + tile.q_start, starts[kv] + tile.kv_start)
+        Mark(q, kv, direction * (q - kv) % layout.cp, tile, starts[q] + tile.q_start, starts[kv] + tile.kv_start)
         for q in range(layout.cp)
         for kv in range(layout.cp)
         for tile in layout.tiles(q, kv, mask)
@@ -163,7 +164,7 @@ def make_figure(layout: SequenceLayout, mask: Mask) -> tuple[Figure, list[Mark]]
     holder = np.empty(layout.seq_len, np.int64)
     for rank in range(layout.cp):
         holder[slot_positions(layout, rank)[: layout.num_valid(rank)]] = rank
-    figure = Figure(figsize=(10, 6.4 + 0.22 * layout.cp), layout="constrained")
+    figure = Figure(figsize=(10, 7.2 + 0.24 * layout.cp), layout="constrained")
     above, left, right = figure.subplot_mosaic([["a", "a"], ["l", "r"]], height_ratios=[0.24 * layout.cp, 4.6]).values()
     draw_holders(above, layout, mask.documents)
     draw_natural(left, layout, mask, holder)
