@@ -32,6 +32,7 @@ from dtcp.tiles import Tile
 
 MAX_PIXELS = 512  # along a side of the coloured matrices
 PAIR_BY_PAIR = 64  # tokens up to which triangles are drawn as stairs, and tokens are numbered
+BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}  # so that a number stands out on an edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,12 @@ def draw_tiles(axes: Axes, layout: SequenceLayout, mask: Mask, holder: np.ndarra
         if min(mark.tile.num_queries, mark.tile.num_keys) * 50 >= size:  # room for a digit
             third = {"causal": (1 / 3, 2 / 3), "anticausal": (2 / 3, 1 / 3)}.get(mark.tile.kind, (1 / 2, 1 / 2))
             at = mark.left + third[0] * mark.tile.num_keys, mark.top + third[1] * mark.tile.num_queries
-            axes.text(*at, str(mark.step), ha="center", va="center", fontsize=8, fontweight="bold")
+            axes.text(*at, str(mark.step), ha="center", va="center", fontsize=8, fontweight="bold", bbox=BEHIND)
     middles = (bounds[1:] + bounds[:-1]) / 2
     axes.set_xticks(middles, [f"rank {rank}" for rank in range(cp)])
     axes.set_yticks(middles, [f"rank {rank}" for rank in range(cp)], rotation=90, va="center")
     axes.set_title(
-        "the same by ranks: outlines are tiles,\nnumbers the step of the ring that brings the keys", fontsize=10
+        "the same by ranks: outlines are tiles,\nnumbers the step of the ring (dashed: with a mask)", fontsize=10
     )
     axes.set_xlabel("keys held by")
     axes.set_ylabel("computed by (holds the queries)")
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     figure, _ = make_figure(layout, mask)
     for path in arguments.out:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, bbox_inches="tight")
     return 0
 
 
