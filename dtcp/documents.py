@@ -212,7 +212,7 @@ class Documents:
     @property
     def ids(self) -> Tensor:
         """int64 (S,), or (num_rows, S): 0, 1, … by order in the row, −1 for padding."""
-        return _tensor(self._squeezed(self._ids))
+        return _tensor(self._squeezed(self._ids).copy())
 
     @property
     def cu_seqlens(self) -> Tensor:

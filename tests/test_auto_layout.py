@@ -53,7 +53,13 @@ def test_one_long_document_is_dealt_head_tail_and_a_long_one_among_short_ones_pe
     assert chosen([8192]) == "head_tail"
     assert dtcp.make_layout("auto", seq_len=8192, cp=4).name == "head_tail"
     assert chosen([16384, *[1024] * 16]) == "per_document"
-    assert chosen([[16384, *[1024] * 16], [*[1024] * 16, 16384]]) == "per_document"
+    assert chosen([[16384, *[1024] * 16], [16384, 2048, *[1024] * 14]]) == "per_document"
+
+
+def test_rows_count_together():
+    assert chosen([*[1024] * 16, 16384]) == "per_document"
+    # What one row gives a rank too much of, the other gives it too little of.
+    assert chosen([[16384, *[1024] * 16], [*[1024] * 16, 16384]]) == "head_tail"
 
 
 def test_what_is_even_in_any_layout_takes_the_simplest():

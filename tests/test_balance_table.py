@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ TOOL = Path(__file__).resolve().parent.parent / "tools" / "balance_table.py"
 @pytest.fixture(scope="module")
 def tool():
     spec = importlib.util.spec_from_file_location("balance_table", TOOL)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its dataclasses look
     spec.loader.exec_module(module)
     return module
 

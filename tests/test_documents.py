@@ -132,7 +132,7 @@ def test_repr_names_the_lengths_and_is_short():
         (lambda: Documents.from_lengths([0, 0]), "at least 1 token, got 0"),
         (lambda: Documents.from_lengths([4.0, 12.0]), "lengths must be integers, got float64"),
         (lambda: Documents.from_lengths(torch.ones(2, 2, 2)), "lengths must be integers, got float32 of shape"),
-        (lambda: Documents.from_cu_seqlens([4, 16]), r"begin with 0 and never fall, got \[4, 16\]; .* from_lengths"),
+        (lambda: Documents.from_cu_seqlens([4, 16]), r"begin with 0 and never fall, got \[4, 16\]; .*from_lengths"),
         (lambda: Documents.from_cu_seqlens([0, 8, 4]), r"never fall, got \[0, 8, 4\]"),
         (lambda: Documents.from_cu_seqlens([0, 8], seq_len=9), "cu_seqlens of row 0 add up to 8, but .* 9 tokens"),
         (

@@ -8,8 +8,8 @@
 Above: a line for each rank, coloured where it holds a token. Left: queries (down) and keys (across) as the model sees
 them, each allowed pair in the colour of the rank that computes it. Right: the same pairs, ordered by the rank that
 holds the query and the rank that holds the key; each outline is one tile, one call of a kernel, with the step at which
-its keys arrive: 0 is the rank's own, s those of the s-th rank before it. Dashed: a tile that needs a mask. Above 512
-tokens the colours are sampled; outlines are exact.
+its keys are there: 0 is the rank's own, and from then on the keys of a neighbour further each. Dashed: a tile that
+needs a mask. Above 512 tokens the colours are sampled; outlines are exact.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dtcp.tiles import Tile
 
 MAX_PIXELS = 512  # along a side of the coloured matrices
 PAIR_BY_PAIR = 64  # tokens up to which triangles are drawn as stairs, and tokens are numbered
+BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}  # so that a number stands out on an edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,9 @@ class Mark:
 def marks_of(layout: SequenceLayout, mask: Mask) -> list[Mark]:
     """Every tile of every pair of ranks, of the first row."""
     starts = np.cumsum([0, *(layout.num_valid(rank) for rank in range(layout.cp))]).tolist()
+    direction = 1 if layout.name == "contiguous" else -1  # as the ring's schedule passes keys on
     return [
-        Mark(q, kv, (q - kv) % layout.cp, tile, starts[q] + tile.q_start, starts[kv] + tile.kv_start)
+        Mark(q, kv, direction * (q - kv) % layout.cp, tile, starts[q] + tile.q_start, starts[kv] + tile.kv_start)
         for q in range(layout.cp)
         for kv in range(layout.cp)
         for tile in layout.tiles(q, kv, mask)
@@ -146,12 +148,12 @@ def draw_tiles(axes: Axes, layout: SequenceLayout, mask: Mask, holder: np.ndarra
         if min(mark.tile.num_queries, mark.tile.num_keys) * 50 >= size:  # room for a digit
             third = {"causal": (1 / 3, 2 / 3), "anticausal": (2 / 3, 1 / 3)}.get(mark.tile.kind, (1 / 2, 1 / 2))
             at = mark.left + third[0] * mark.tile.num_keys, mark.top + third[1] * mark.tile.num_queries
-            axes.text(*at, str(mark.step), ha="center", va="center", fontsize=8, fontweight="bold")
+            axes.text(*at, str(mark.step), ha="center", va="center", fontsize=8, fontweight="bold", bbox=BEHIND)
     middles = (bounds[1:] + bounds[:-1]) / 2
     axes.set_xticks(middles, [f"rank {rank}" for rank in range(cp)])
     axes.set_yticks(middles, [f"rank {rank}" for rank in range(cp)], rotation=90, va="center")
     axes.set_title(
-        "the same by ranks: outlines are tiles,\nnumbers the step of the ring that brings the keys", fontsize=10
+        "the same by ranks: outlines are tiles,\nnumbers the step of the ring (dashed: with a mask)", fontsize=10
     )
     axes.set_xlabel("keys held by")
     axes.set_ylabel("computed by (holds the queries)")
@@ -163,7 +165,7 @@ def make_figure(layout: SequenceLayout, mask: Mask) -> tuple[Figure, list[Mark]]
     holder = np.empty(layout.seq_len, np.int64)
     for rank in range(layout.cp):
         holder[slot_positions(layout, rank)[: layout.num_valid(rank)]] = rank
-    figure = Figure(figsize=(10, 6.4 + 0.22 * layout.cp), layout="constrained")
+    figure = Figure(figsize=(10, 7.2 + 0.24 * layout.cp), layout="constrained")
     above, left, right = figure.subplot_mosaic([["a", "a"], ["l", "r"]], height_ratios=[0.24 * layout.cp, 4.6]).values()
     draw_holders(above, layout, mask.documents)
     draw_natural(left, layout, mask, holder)
@@ -212,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     figure, _ = make_figure(layout, mask)
     for path in arguments.out:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, bbox_inches="tight")
     return 0
 
 
