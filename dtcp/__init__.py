@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dtcp.dispatch.unshard import context_parallel_unshard
     from dtcp.dropout import AttentionDropout, Dropout, ModelWithDropout, dropout_keys, name_dropouts
     from dtcp.layout import SequenceLayout, make_layout
-    from dtcp.tiles import Tile
     from dtcp.linear_loss import linear_token_loss
     from dtcp.loss import count_valid_tokens, token_loss
     from dtcp.mesh import ParallelDims
@@ -34,8 +33,10 @@ if TYPE_CHECKING:
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
     from dtcp.parallelize.pipeline import Pipeline
+    from dtcp.parallelize.sinks import HeadParallelSinks
     from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
     from dtcp.parallelize.tensor import apply_tensor_parallel, tensor_parallel_plan
+    from dtcp.tiles import Tile
 
 # Public name -> module that defines it. Loaded on first use, so that `import dtcp` stays light
 # (importing tensor parallelism, FSDP and the models costs seconds that a layout does not need).
@@ -45,6 +46,7 @@ _HOME = {
     "Documents": "dtcp.documents",
     "Dropout": "dtcp.dropout",
     "HeadParallelDropout": "dtcp.parallelize.dropout",
+    "HeadParallelSinks": "dtcp.parallelize.sinks",
     "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
     "Pipeline": "dtcp.parallelize.pipeline",
@@ -82,6 +84,7 @@ __all__ = [
     "Documents",
     "Dropout",
     "HeadParallelDropout",
+    "HeadParallelSinks",
     "ModelWithDropout",
     "ParallelDims",
     "Pipeline",

@@ -162,11 +162,12 @@ def test_documents_are_known_from_files_not_from_token_values(tmp_path: Path) ->
         (tmp_path / f"{name}.txt").write_text(text)
     dataset = text_dataset([tmp_path / "*.txt"], seq_len=10)
     assert dataset.end_of_document == 256
-    batch = dataset.batch(0, [0], 1, documents=True)
+    batch = dataset.batch(0, [0], 1)
     assert batch["tokens"].tolist() == [[97, 98, 99, 256, 100, 256, 101, 102, 103, 104]]
     assert batch["labels"].tolist() == [[98, 99, 256, 100, 256, 101, 102, 103, 104, 256]]
-    assert batch["documents"].tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
-    assert batch["documents"].dtype == torch.int64
+    assert batch.keys() == {"tokens", "labels"}
+    assert dataset.document_ids(0, 0, 1).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]
+    assert dataset.document_ids(0, 0, 1).dtype == torch.int64
 
 
 def test_documents_of_a_row_count_from_zero(tmp_path: Path) -> None:

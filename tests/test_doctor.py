@@ -117,7 +117,7 @@ def changed_cut(**changes: Callable[[Any], torch.Tensor]) -> contextlib.Abstract
         microbatch = cut(*args, **options)
         return dataclasses.replace(microbatch, **{name: change(microbatch) for name, change in changes.items()})
 
-    return mock.patch("dtcp.train.trainer.cut", changed)
+    return mock.patch("dtcp.train.batch.cut", changed)
 
 
 def labels_after_cut() -> contextlib.AbstractContextManager[Any]:
