@@ -430,7 +430,7 @@ def test_models_contain_no_parallel_code() -> None:
                 assert not name.startswith("torch.distributed"), f"{path.name} imports {name}"
                 allowed = name.startswith("dtcp.models") or name in (
                     "dtcp.dropout",
-                    "dtcp.dispatch.dropped",
+                    "dtcp.dispatch.masked",
                     "dtcp.integrations.torchtitan",
                 )
                 assert not name.startswith("dtcp") or allowed, f"{path.name} imports {name}"

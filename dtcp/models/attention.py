@@ -6,10 +6,10 @@ Shapes: B batch, H query heads, Hkv key/value heads, S positions, D head dim.
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtcp.dispatch.dropped import dropped_attention
+from dtcp.dispatch.masked import masked_attention
 from dtcp.dropout import AttentionDropout
-from dtcp.mask import NO_WINDOW, check_window
-from dtcp.models.masked import masked_attention
+
+NO_WINDOW = (-1, -1)
 
 
 class ScaledDotProductAttention(AttentionDropout):
@@ -34,7 +34,7 @@ class ScaledDotProductAttention(AttentionDropout):
         self, dropout: float = 0.0, *, name: str | None = None, window_size: tuple[int, int] = NO_WINDOW
     ) -> None:
         super().__init__(dropout, name=name)
-        self.window_size = check_window(window_size, self.is_causal)
+        self.window_size = window_size
 
     def forward(
         self,
@@ -60,16 +60,10 @@ class ScaledDotProductAttention(AttentionDropout):
         """
         enable_gqa = query.size(1) != key.size(1)
         keys = self.call_keys(dropout_keys, query.transpose(1, 2))
-        head_offset = self.head_shard * query.size(1)
-        if self.window_size != NO_WINDOW or sinks is not None:
+        if keys is not None or sinks is not None or self.window_size != NO_WINDOW:
             return masked_attention(
                 query, key, value, is_causal=self.is_causal, window_size=self.window_size, sinks=sinks, p=self.p,
-                keys=keys, head_offset=head_offset, enable_gqa=enable_gqa,
-            )  # fmt: skip
-        if keys is not None:
-            return dropped_attention(
-                query, key, value, p=self.p, keys=keys, head_offset=head_offset, is_causal=self.is_causal,
-                enable_gqa=enable_gqa,
+                keys=keys, head_offset=self.head_shard * query.size(1), enable_gqa=enable_gqa,
             )  # fmt: skip
         # By attribute, not by imported name: a patch of torch.nn.functional has to see this call.
         return F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal, enable_gqa=enable_gqa)

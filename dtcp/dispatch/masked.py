@@ -1,4 +1,4 @@
-"""Stands in for ``dtcp.dispatch.masked`` until that is there: attention under a window and with sinks, S×S scores.
+"""Stands in until attention on one rank takes masks: attention under a window and with sinks, S×S scores.
 
 Shapes: query (B, H, S, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), sinks (H,).
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtcp.attention.dropout import tile_dropout
+from dtcp.dispatch.dropped import dropped_attention
 from dtcp.dispatch.frames import current
 
 
@@ -26,6 +27,10 @@ def masked_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention over the keys that the mask allows and a sink, (B, H, S, Dv)."""
+    if keys is not None and window_size == (-1, -1) and sinks is None:
+        return dropped_attention(
+            query, key, value, p=p, keys=keys, head_offset=head_offset, is_causal=is_causal, enable_gqa=enable_gqa
+        )
     if current.frame is not None:
         raise NotImplementedError(
             f"attention with window_size={window_size}{'' if sinks is None else ' and sinks'} is not available inside "
