@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dtcp.dispatch.context import context_parallel
     from dtcp.dispatch.tagged import as_dtensor
     from dtcp.dispatch.unshard import context_parallel_unshard
+    from dtcp.documents import Documents
     from dtcp.dropout import AttentionDropout, Dropout, ModelWithDropout, dropout_keys, name_dropouts
     from dtcp.layout import SequenceLayout, make_layout
     from dtcp.linear_loss import linear_token_loss

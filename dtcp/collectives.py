@@ -33,7 +33,7 @@ DTYPES = (
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_RECORD_SIZE = 24
+_RECORD_SIZE = 32
 _OPERATIONS = (
     "context_parallel_attention", "unshard", "check_same_batch", "backward of context_parallel_attention",
     "backward of unshard", "pipeline step", "linear_token_loss",

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dtcp.documents import Documents, Integers
+from dtcp.documents import Documents, Integers, check_documents
 
 NO_WINDOW = (-1, -1)
 Rows = tuple[int, int]
+Booleans = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,17 @@ class Mask:
     def leaves_some_unseen(self) -> bool:
         """Whether tokens may see nothing, or be seen by nobody: padding, whose contents mean nothing."""
         return self.key_lengths is not None or (self.documents is not None and self.documents.has_padding)
+
+    def unused(self, seq_len: int, kv_seq_len: int, row: int) -> tuple[Booleans, Booleans]:
+        """Which queries of ``row`` see nothing, and which keys are padding: bool (S,) and (S_kv,)."""
+        first, stop = self.intervals(seq_len, kv_seq_len, row)
+        is_padding = np.zeros(kv_seq_len, dtype=np.bool_)
+        if self.documents is not None:
+            parts = self.documents.rows()[row % self.documents.num_rows]
+            is_padding = np.repeat(parts.is_padding, parts.lengths)
+        if self.key_lengths is not None:
+            is_padding = is_padding | (np.arange(kv_seq_len) >= self.key_lengths[row])
+        return stop <= first, is_padding
 
     def row_groups(self, more: Documents | None = None) -> tuple[Rows | None, ...]:
         """Batch rows (start, stop) that share their intervals; (None,) if all do.
@@ -96,8 +109,6 @@ def checked_mask(
     *, is_causal: bool, window_size: Any = NO_WINDOW, documents: Any = None, key_lengths: Any = None
 ) -> Mask:
     """Return the mask, or raise ValueError naming what is wrong with it."""
-    from dtcp.documents import check_documents
-
     window = check_window(window_size, is_causal)
     lengths = None if key_lengths is None else tuple(int(length) for length in key_lengths)
     return Mask(is_causal, window, check_documents(documents), lengths)

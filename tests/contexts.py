@@ -60,11 +60,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check_right(cp: Any, call: Any, heads: int = 2) -> None:
-    """``call(q, k, v)`` inside ``cp`` is causal attention over the whole sequence, gradients too."""
+def check_right(cp: Any, call: Any, heads: int = 2, **masks: Any) -> None:
+    """``call(q, k, v)`` inside ``cp`` is attention over the whole sequence, gradients too; causal by default."""
+    masks = {"is_causal": True} | masks
     query, key, value, grad_out = draw(4, 2, heads, cp.layout.seq_len, 8) * 2
     whole = [x.double().requires_grad_() for x in (query, key, value)]
-    right = dtcp.reference_attention(*whole, is_causal=True)
+    right = dtcp.reference_attention(*whole, **masks)
     right_grads = torch.autograd.grad(right, whole, grad_out.double())
     local = [cp.shard(x, dim=2).requires_grad_() for x in (query, key, value)]
     out = call(*local)

@@ -6,12 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
 
 KEYS = dtcp.dropout_keys(0, 0, [0, 1], torch.arange(8))
 DROPPED: dict[str, Any] = {"dropout_p": 0.1, "dropout_keys": KEYS, "dropout_name": "layers.0"}
+
+
+PER_DOCUMENT = dtcp.make_layout("per_document", seq_len=16, cp=2, documents=dtcp.Documents.from_lengths([5, 11]))
+
+
+def number_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q - kv
+
+
+def failing_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    raise KeyError("missing")
 
 
 def attend(world: int, *, layout: Any = "default", shapes: Any = None, change: Any = None, **options: Any) -> Any:
@@ -72,9 +84,35 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "queries and keys in one layout",
     ),
-    ({"window_size": (4, 0)}, NotImplementedError, r"window_size=\(4, 0\) is not available yet; use \(-1, -1\)"),
-    ({"window_size": 4}, ValueError, r"window_size must be a pair \(left, right\), got 4; use \(-1, -1\)"),
-    ({"window_size": (1, 2, 3)}, ValueError, r"a pair \(left, right\), got \(1, 2, 3\)"),
+    ({"window_size": 4}, ValueError, r"window_size must be a pair \(left, right\) of ints.*got 4; use \(-1, -1\)"),
+    ({"window_size": (1, 2, 3)}, ValueError, r"a pair \(left, right\).*got \(1, 2, 3\)"),
+    ({"window_size": (4, 3), "is_causal": True}, ValueError, r"looks 3 tokens ahead.*use \(4, 0\) or is_causal=False"),
+    (
+        {"window_size": (4, 0), "kv_layout": dtcp.make_layout("striped", seq_len=16, cp=2)},
+        ValueError,
+        "window_size needs queries and keys in one layout",
+    ),
+    ({"documents": [8, 8]}, ValueError, r"documents must be dtcp.Documents, got list; make them with .*from_lengths"),
+    ({"documents": dtcp.Documents.from_lengths([12])}, ValueError, "add up to 12 tokens, but the sequence has 16"),
+    ({"documents": dtcp.Documents.from_lengths([[16]] * 3)}, ValueError, "describe 3 rows, but the batch has 2"),
+    ({"layout": PER_DOCUMENT}, ValueError, "the call does not know of them; pass documents=layout.documents"),
+    ({"key_lengths": [3]}, ValueError, r"key_lengths must be \(2,\), one per row, got shape \(1,\)"),
+    ({"key_lengths": [3, 17]}, ValueError, r"key_lengths must be in 0..16, the keys of the sequence, got \[3, 17\]"),
+    ({"key_lengths": torch.ones(2, 16)}, ValueError, r"key_lengths must be integers \(B,\).*mask.sum\(1\)"),
+    ({"mask_mod": torch.ones(16, 16)}, ValueError, r"mask_mod must be a function .*lambda b, h, q, kv: mask\[q, kv\]"),
+    ({"mask_mod": number_mask}, ValueError, r"mask_mod must return a bool tensor, got torch.int64"),
+    ({"mask_mod": failing_mask}, ValueError, "mask_mod raised KeyError: 'missing'"),
+    ({"sinks": 1.0}, ValueError, "sinks must be a plain float tensor, got float"),
+    ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(4,\), one logit for each query head here, got \(3,\)"),
+    ({"attn_bias": torch.zeros(2, 4, 8, 8)}, ValueError, r"\(2 or 1, 4 or 1, 8, 16\).*got \(2, 4, 8, 8\); cut its"),
+    ({"alibi_slopes": torch.zeros(2, 1)}, ValueError, r"alibi_slopes must be \(4,\) or \(2, 4\).*got \(2, 1\)"),
+    ({"softcap": 0}, ValueError, "softcap must be a positive number, got 0; use softcap=None"),
+    ({"softcap": 30.0, "kernel": "flash"}, ValueError, "kernel='flash' does not know softcap; use kernel='math'"),
+    (
+        {"attn_bias": torch.zeros(1, 1, 8, 16, requires_grad=True), "kernel": "flash"},
+        ValueError,
+        "kernel='flash' has no gradient of attn_bias; use kernel='math' or 'auto'",
+    ),
     ({"scale": "x"}, ValueError, "scale must be a number, got 'x'; use scale=None"),
     ({"layout": None}, ValueError, r"layout must be a SequenceLayout, got None; make .*cp=2\)"),
     ({"kv_layout": 16}, ValueError, "kv_layout must be a SequenceLayout, got 16; make one with dtcp.make_layout"),
@@ -84,10 +122,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({**DROPPED, "dropout_keys": KEYS[:1]}, ValueError, r"int64 \(B, S_local\) = \(2, 8\).*got torch.int64 \(1, 8\)"),
     ({**DROPPED, "dropout_keys": KEYS.int()}, ValueError, r"got torch.int32 \(2, 8\); pass dtcp.dropout_keys"),
     ({**DROPPED, "kernel": "flash"}, ValueError, "kernel='flash' draws its dropout masks.*use kernel='math'"),
-    *(
-        ({name: object()}, NotImplementedError, f"{name} is not available yet; use {name}=None")
-        for name in ("documents", "key_lengths", "mask_mod", "sinks", "attn_bias", "alibi_slopes", "softcap")
-    ),
 ]
 
 
@@ -130,6 +164,11 @@ def check_differing(rank: int, world: int) -> None:
         ("query seq_len", {"layout": dtcp.make_layout("head_tail", seq_len=23, cp=3)}, "{0: 23, 1: 24, 2: 24}"),
         ("is_causal", {"is_causal": True}, "{0: 1, 1: 0, 2: 0}"),
         (r"scale \(.*\)", {"scale": 0.5}, ""),
+        ("window_size, left", {"window_size": (3, -1)}, "{0: 3, 1: -1, 2: -1}"),
+        (r"documents \(their hash.*\)", {"documents": dtcp.Documents.from_lengths([24])}, ""),
+        (r"key_lengths \(.*\)", {"key_lengths": [3, 24]}, ""),
+        (r"which of mask_mod, sinks, .* are given \(bits\)", {"sinks": torch.zeros(4)}, "{0: 2, 1: 0, 2: 0}"),
+        (r"softcap \(.*\)", {"softcap": 5.0}, ""),
         (r"dropout_p \(.*\)", DROPPED, ""),
         (r"strategy \(0 ring, 1 all_gather\)", {"strategy": "all_gather"}, "{0: 1, 1: 0, 2: 0}"),
     ]:
@@ -209,10 +248,12 @@ def test_a_compiled_call_with_another_length_is_refused(ranks):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"window_size": (1, 0)}, NotImplementedError, "window_size"),
+        ({"window_size": (1, 0)}, ValueError, "window_size needs as many keys as queries, got 5 and 3"),
         ({"window_size": 4}, ValueError, "got 4; use"),
         ({"scale": [1]}, ValueError, r"scale must be a number, got \[1\]"),
-        ({"sinks": torch.zeros(4)}, NotImplementedError, "sinks is not available yet"),
+        ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(4,\)"),
+        ({"attn_bias": torch.zeros(1, 1, 5, 3)}, ValueError, r"\(1 or 1, 4 or 1, 3, 5\)"),
+        ({"documents": dtcp.Documents.from_lengths([3])}, ValueError, "documents needs as many keys as queries"),
         ({"enable_gqa": False}, ValueError, "pass enable_gqa=True"),
         ({"qkv_format": "thd"}, ValueError, "got 'thd'"),
         ({"is_causal": True}, ValueError, "as many keys as queries, got 5 and 3"),

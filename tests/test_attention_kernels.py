@@ -50,6 +50,7 @@ def test_tile_and_its_backward_match_the_oracle(name, heads, num_queries, num_ke
 
 
 def test_math_kernel_in_many_blocks_equals_one(monkeypatch):
+    from dtcp.attention import blocks as cutting
     from dtcp.attention.kernels import math as math_kernel
 
     query, key, value = (torch.randn(1, h, 40, 8, dtype=torch.float64) for h in (4, 2, 2))
@@ -58,7 +59,7 @@ def test_math_kernel_in_many_blocks_equals_one(monkeypatch):
         out, lse = kernel.forward(query, key, value, is_causal=is_causal, scale=0.3)
         grads = kernel.backward(query, query, key, value, out, lse, is_causal=is_causal, scale=0.3)
         with monkeypatch.context() as patch:
-            patch.setattr(math_kernel, "_BLOCK_ELEMENTS", 4 * 40 * 7)
+            patch.setattr(cutting, "_MAX_ELEMENTS", 4 * 40 * 7)
             blocks = kernel.forward(query, key, value, is_causal=is_causal, scale=0.3)
             block_grads = kernel.backward(query, query, key, value, out, lse, is_causal=is_causal, scale=0.3)
         for one, many in zip((out, lse, *grads), (*blocks, *block_grads), strict=True):

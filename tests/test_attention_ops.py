@@ -15,12 +15,14 @@ from dtcp import collectives
 from dtcp.attention import ops as attention_ops
 from dtcp.attention.schedule import ring_schedule
 from dtcp.collectives import agree
-from dtcp.layout import LAYOUT_NAMES
+from dtcp.mask import Mask
 from oracle import GRADIENT_NAMES, Case, make_problem, solve
 from recorder import Sent, count_exchanges
 
 BATCH, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 2, 16, 8
 ROW = BATCH * NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM)  # elements of K and V of one token
+
+LAYOUTS = ("contiguous", "head_tail", "striped")
 
 
 def check_bytes(rank: int, world: int, layout_name: str, strategy: str, is_causal: bool) -> tuple[int, int]:
@@ -87,12 +89,12 @@ def test_all_gather_bytes_are_the_closed_form(ranks, world, is_causal):
     assert sent == [((world - 1) * shard_bytes, 2 * (world - 1) * shard_bytes)] * world
 
 
-@pytest.mark.parametrize("name", LAYOUT_NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("cp", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_ring_schedules_of_all_ranks_fit_together(name, cp, is_causal):
     layout = dtcp.make_layout(name, seq_len=7 * cp - 2, cp=cp)
-    schedules = [ring_schedule(layout, layout, is_causal, rank) for rank in range(cp)]
+    schedules = [ring_schedule(layout, layout, Mask(is_causal), True, rank) for rank in range(cp)]
     for rank, own in enumerate(schedules):
         assert sorted(s.source for s in own.steps) == list(range(cp)) and own.steps[0].source == rank
         assert schedules[own.next_rank].previous_rank == rank
@@ -113,14 +115,15 @@ def check_peak(rank: int, world: int, strategy_name: str) -> tuple[int, int]:
 
     The strategy is called without its op around it: a custom op hides what happens inside from a dispatch mode.
     """
+    from dtcp.attention.call import Call
     from dtcp.attention.kernels import choose_kernel
-    from dtcp.attention.strategies import Call, choose_strategy
+    from dtcp.attention.strategies import choose_strategy
     from live_bytes import peak_live_bytes
 
     group = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)).get_group()
     layout = dtcp.make_layout("head_tail", seq_len=64 * world, cp=world)
     query, key, value = (torch.randn(1, 8, 64, 16) for _ in range(3))
-    call = Call(group, layout, layout, is_causal=True, scale=0.25, kernel=choose_kernel("flash", query, 16))
+    call = Call(group, layout, layout, Mask(is_causal=True), scale=0.25, kernel=choose_kernel("flash", query, 16))
     strategy = choose_strategy(strategy_name)
     strategy.forward(call, query, key, value)  # layouts and schedules are cached by now
     with peak_live_bytes() as forward:
@@ -145,7 +148,7 @@ def check_flops(rank: int, world: int, strategy: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    for name, is_causal in itertools.product(LAYOUT_NAMES, (True, False)):
+    for name, is_causal in itertools.product(LAYOUTS, (True, False)):
         layout = dtcp.make_layout(name, seq_len=29, cp=world)
         q, k, v = (
             torch.randn(2, h, layout.local_seq_len, d, requires_grad=True) for h, d in ((4, 16), (2, 16), (2, 8))
@@ -173,9 +176,18 @@ def check_opcheck(rank: int, world: int, strategy: str) -> None:
     q, k, v = (torch.randn(2, layout.local_seq_len, h, d) for h, d in ((4, 16), (2, 16), (2, 8)))
     group_name = mesh.get_group().group_name
     keys = dtcp.dropout_keys(0, 0, [0, 1], layout.positions(rank))
-    for dropout_keys, p, head_offset in ((None, 0.0, 0), (keys, 0.3, 4)):
-        constants = (group_name, True, 0.25, strategy, "auto", p, head_offset, "")
-        check_opcheck_of((q, k, v), (layout.state, layout.state, dropout_keys, *constants))
+    documents = dtcp.Documents.from_lengths([[5, 8], [13]])
+    bias = torch.randn(2, 1, layout.local_seq_len, 13)
+    # Without a mask_mod: what opcheck wraps its tests in cannot be entered by vmap.
+    masks = (documents.state, torch.tensor([13, 9]), None, torch.randn(4), bias, torch.rand(4))
+    none = (None,) * 6
+    for given, window, dropout_keys, p, head_offset in (
+        (none, (-1, -1), None, 0.0, 0),
+        (none, (-1, -1), keys, 0.3, 4),
+        (masks, (6, -1), None, 0.0, 0),
+    ):
+        constants = (group_name, True, *window, 0.0, 0.25, strategy, "auto", p, head_offset, "")
+        check_opcheck_of((q, k, v), (layout.state, layout.state, *given, dropout_keys, *constants))
 
 
 def check_opcheck_of(inputs: tuple[torch.Tensor, ...], constants: tuple[Any, ...]) -> None:
@@ -191,7 +203,8 @@ def check_opcheck_of(inputs: tuple[torch.Tensor, ...], constants: tuple[Any, ...
         without_lse = ("test_schema", "test_autograd_registration", "test_faketensor")
         opcheck(attention_ops.forward_op, (*leaves, *constants, True), test_utils=without_lse)
     out, lse, number = attention_ops.forward_op(q, k, v, *constants, False)
-    opcheck(attention_ops.backward_op, (out, q, k, v, out, lse, number, *constants))
+    has_bias = constants[6] is not None
+    opcheck(attention_ops.backward_op, (out, q, k, v, out, lse, number, *constants, has_bias, has_bias))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])

@@ -70,7 +70,8 @@ def check_misuse(rank: int, world: int) -> None:
         with pytest.raises(error, match=message), dtcp.context_parallel(mesh, seq_len=16):
             F.scaled_dot_product_attention(query, options.pop("key", query), query, **options)
 
-    attend(r"attn_mask of shape \(8, 8\) .* use is_causal", NotImplementedError, attn_mask=torch.ones(8, 8).bool())
+    mask = torch.ones(8, 8).bool()
+    attend(r"attn_mask of shape \(8, 8\) .* attn_mask_queries='local'", NotImplementedError, attn_mask=mask)
     attend(r"dropout_p=0.1 inside.*\(\.\.\., step=, rows=\).*use 0.0", NotImplementedError, dropout_p=0.1)
     attend("query: 16 slots, but the layout", ValueError, length=16)
     for expected, message in ((None, "no attention call .* Likely causes"), (2, "expected_attention_calls=2, but 0")):

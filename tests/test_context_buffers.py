@@ -166,7 +166,7 @@ def check_refusals(rank: int, world: int) -> None:
     refused("listed twice", buffers=[tokens, tokens], buffer_seq_dims=[1, 1], buffer_pad_values=[0, -100])
     square = torch.zeros(13, 13)
     refused("listed twice", buffers=[square, square], buffer_seq_dims=[0, 1])
-    refused("documents", error=NotImplementedError, seq_len=13, documents=object())
+    refused("documents must be dtcp.Documents", seq_len=13, documents=object())
     even = distribute_tensor(torch.arange(32).view(2, 16), mesh)
     refused("DTensor", "full_tensor()", buffers=[even], buffer_seq_dims=[1])
 

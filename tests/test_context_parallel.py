@@ -227,7 +227,7 @@ def check_refusals(rank: int, world: int) -> None:
         parallelize(cut, mesh)
     with pytest.raises(ValueError, match=f"for cp=5, the model was parallelized over {world} ranks; make it with"):
         dtcp.set_sequence(cut, dtcp.make_layout("head_tail", seq_len=8, cp=5))
-    with pytest.raises(NotImplementedError, match="documents=None"):
+    with pytest.raises(ValueError, match="documents must be dtcp.Documents, got list"):
         dtcp.set_sequence(cut, layout, documents=[8])
     dtcp.set_sequence(cut, layout)
     with pytest.raises(ValueError, match="query: 6 slots, but the layout"):

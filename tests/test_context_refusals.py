@@ -38,7 +38,7 @@ def check_arguments(rank: int, world: int) -> None:
         x, whole = draw(2, 4, local, 8), draw(2, 4, S, 8)
         for make in MASK.values():
             mask = make(local)
-            with raises(NotImplementedError, f"attn_mask of shape {tuple(mask.shape)}", "use is_causal"):
+            with raises(NotImplementedError, f"attn_mask of shape {tuple(mask.shape)}", "attn_mask_queries='local'"):
                 F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
         with raises(NotImplementedError, "dropout_p=0.1", "step=, rows=", "use 0.0"):
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)

@@ -13,20 +13,26 @@ from torch import Tensor
 
 from dtcp.attention.arguments import (
     check_inputs,
-    check_later_features,
     check_layouts,
     check_strategy,
     checked_scale,
     length_error,
+    positional_argument,
 )
 from dtcp.attention.dropout import checked_dropout
-from dtcp.attention.kernels import choose_kernel
+from dtcp.attention.kernels import Kernel, choose_kernel
+from dtcp.attention.masks import check_mask_shapes, checked_masks
 from dtcp.attention.ops import attention_forward
+from dtcp.attention.scores import CallMasks
 from dtcp.collectives import agree, resolve_group
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dtcp.attention.scores import MaskMod
+    from dtcp.documents import Documents
     from dtcp.layout import SequenceLayout
 
 # The function itself, not the attribute of torch.nn.functional that users and libraries replace.
@@ -43,9 +49,9 @@ def context_parallel_attention(
     kv_layout: SequenceLayout | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    documents: Any = None,
-    key_lengths: Tensor | None = None,
-    mask_mod: Any = None,
+    documents: Documents | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -62,7 +68,7 @@ def context_parallel_attention(
     qkv_format: str = "bhsd",
     return_lse: bool = False,
 ) -> Any:
-    """Return exact attention of this rank's queries over the keys of the whole sequence. Collective over ``mesh``.
+    r"""Return exact attention of this rank's queries over the keys of the whole sequence. Collective over ``mesh``.
 
     Args:
         query: (B, Hq, S_local, D), this rank's slots in the order of ``layout``.
@@ -72,11 +78,26 @@ def context_parallel_attention(
         layout: Who holds which tokens, of the queries and, without ``kv_layout``, of the keys.
         kv_layout: Layout of the keys where their length is another one (cross attention, not causal).
         is_causal: Token i sees token j iff j ≤ i, by global position.
+        window_size: (left, right): token i sees j iff i − left ≤ j ≤ i + right, by global position; −1 is no bound.
+            (W − 1, 0) are the last W tokens. Work grows with the window, not with S.
+        documents: A token sees those of its own document only, whichever rank holds them; padding between documents
+            sees nothing. Work grows with the documents' squares.
+        key_lengths: (B,), row b's keys from there on are padding and seen by nobody. A host tensor is not waited for.
+        mask_mod: ``(b, h, q_idx, kv_idx) -> bool`` as in flex_attention, of 0-d integer tensors: the caller's row, the
+            global head (``head_offset``) and global positions. Evaluated block by block, never S×S; keys travel and
+            blocks are looked at as the masks above allow. The 1024 that were used last are kept for their backwards.
+        sinks: (Hq,), a logit for each query head here: one more column of the softmax, without a value. Its gradient
+            is this rank's share: the sum over cp is the whole. It counts in lse.
+        attn_bias: (B or 1, Hq or 1, S_local, S), added to the scores: this rank's queries by all keys in natural
+            order. May need a gradient, this rank's share.
+        alibi_slopes: (Hq,) or (B, Hq): −slope·\|i − j\| is added (Press et al., arXiv:2108.12409). Gradient as above.
+        softcap: c: scores become c·tanh(score/c) before anything is added (Gemma 2, arXiv:2408.00118). ``math`` only.
         scale: Of the scores; None is 1/√D.
         enable_gqa: Allow Hkv < Hq.
         strategy: ``ring`` (two kv shards per rank; keys and values sent once in the forward, once in the
             backward, float32 key gradients back to their owner) or ``all_gather`` (the whole K and V on every rank).
-        head_offset: Global index of the first query head, where heads are cut (tensor parallelism): for dropout.
+        head_offset: Global index of the first query head, where heads are cut (tensor parallelism), for ``mask_mod``
+            and dropout.
         dropout_p: Probability of dropping an attention weight, below 1. The mask is a function of the query's key,
             ``dropout_name``, the global head and the key's position: the same on any mesh. Only the ``math`` kernel
             knows it: ``auto`` takes that one, and the others are refused.
@@ -84,11 +105,13 @@ def context_parallel_attention(
         dropout_name: What tells this call from the others of a forward: ``"layers.0"``. An int64 tensor of no dims
             does too, and costs layers that share compiled code no recompilation.
         kernel: ``auto``, or one of ``flash``, ``efficient``, ``cudnn``, ``math``; an explicit one never falls back.
+            ``mask_mod``, biases and slopes run in ``math`` and, on CPU, in ``flash``; a gradient of biases or slopes in
+            ``math`` alone.
         qkv_format: ``bhsd`` or ``bshd``, of inputs and output.
         return_lse: Also return lse, without gradient.
 
-        The masks ``window_size``, ``documents``, ``key_lengths``, ``mask_mod``, ``sinks``, ``attn_bias``,
-        ``alibi_slopes``, ``softcap`` and ``ulysses_degree`` are refused until they are available.
+    All masks combine: a pair is seen if every one of them allows it. A token that sees nothing has out 0 and lse −inf
+    (its sink, if there are sinks).
 
     Returns:
         out in the format and dtype of ``query``; with ``return_lse`` (out, lse), lse (B, Hq, S_local) natural
@@ -100,16 +123,18 @@ def context_parallel_attention(
         NotImplementedError: For what is not available yet; also a gradient into lse, and a double backward.
     """
     try:
-        check_later_features(
-            window_size=window_size, documents=documents, key_lengths=key_lengths, mask_mod=mask_mod, sinks=sinks,
-            attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap,
+        masks = checked_masks(
+            is_causal=is_causal, window_size=window_size, documents=documents, key_lengths=key_lengths,
+            mask_mod=mask_mod, sinks=sinks, attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap,
+            head_offset=head_offset,
         )  # fmt: skip
         check_strategy(strategy, ulysses_degree)
         query, key, value, scale = prepare_inputs(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format=qkv_format
         )
-        check_layouts(mesh, layout, kv_layout, is_causal)
-        choose_kernel(kernel, query, max(query.size(-1), value.size(-1)), scale, dropout_p)
+        check_layouts(mesh, layout, kv_layout, positional_argument(is_causal, masks))
+        check_mask_shapes(masks, query.size(0), query.size(2), query.size(1), (kv_layout or layout).seq_len)
+        check_kernel(kernel, query, value, scale, dropout_p, masks)
         rows = query.size(0), query.size(1)
         dropout = checked_dropout(dropout_p, dropout_keys, dropout_name, head_offset, rows)
     except (ValueError, NotImplementedError) as error:
@@ -118,7 +143,7 @@ def context_parallel_attention(
         raise
     kv_layout = kv_layout or layout
     is_torchs = kernel == "auto" and query.size(-1) == value.size(-1) and scale > 0 and not return_lse
-    if is_plain(layout, kv_layout) and is_torchs and dropout is None:
+    if is_plain(layout, kv_layout) and is_torchs and dropout is None and masks.are_none:
         refusal = length_error(query.size(1), key.size(1), layout, kv_layout)
         if refusal is not None:
             raise refusal
@@ -129,7 +154,7 @@ def context_parallel_attention(
     group_name = mesh.get_group().group_name
     out, lse = attention_forward(
         query, key, value, layout.state, kv_layout.state, group_name, is_causal, scale, strategy, kernel,
-        dropout,
+        dropout, masks,
     )  # fmt: skip
     if qkv_format == "bhsd":
         out = out.transpose(1, 2)
@@ -139,6 +164,21 @@ def context_parallel_attention(
 def is_plain(layout: SequenceLayout, kv_layout: SequenceLayout) -> bool:
     """Whether nothing is cut and nothing is padded."""
     return layout.cp == 1 and all(of.padded_seq_len == of.seq_len for of in (layout, kv_layout))
+
+
+def check_kernel(kernel: str, query: Tensor, value: Tensor, scale: float, dropout_p: float, masks: CallMasks) -> Kernel:
+    """Return the kernel that a call takes, or raise ValueError if the one asked for cannot do what it asks."""
+    learned = (("attn_bias", masks.attn_bias), ("alibi_slopes", masks.alibi_slopes))
+    gradient_of = next((name for name, x in learned if x is not None and x.requires_grad), "")
+    is_explicit = kernel not in ("auto", "math")
+    if is_explicit and gradient_of and torch.is_grad_enabled():
+        raise ValueError(
+            f"kernel={kernel!r} has no gradient of {gradient_of}; use kernel='math' or 'auto', or pass "
+            f"{gradient_of}.detach()"
+        )
+    head_dim = max(query.size(-1), value.size(-1))
+    only_math = "softcap" if masks.softcap else ""
+    return choose_kernel(kernel, query, head_dim, scale, dropout_p, masked_by=masks.masked_by, only_math=only_math)
 
 
 def prepare_inputs(

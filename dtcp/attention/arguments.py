@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dtcp.attention.scores import CallMasks
 from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import check_mesh
 from dtcp.dtensor import is_dtensor
 from dtcp.layout import SequenceLayout
+from dtcp.mask import NO_WINDOW
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,36 +76,6 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
         )
 
 
-def check_later_features(
-    *,
-    window_size: tuple[int, int],
-    documents: Any,
-    key_lengths: Any,
-    mask_mod: Any,
-    sinks: Any,
-    attn_bias: Any,
-    alibi_slopes: Any,
-    softcap: float | None,
-) -> None:
-    """Raise NotImplementedError for what is asked for and not available yet: no mask is ever dropped."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}; use (-1, -1) for no window")
-    if tuple(window_size) != (-1, -1):
-        raise NotImplementedError(f"window_size={tuple(window_size)} is not available yet; use (-1, -1)")
-    asked = {
-        "documents": documents,
-        "key_lengths": key_lengths,
-        "mask_mod": mask_mod,
-        "sinks": sinks,
-        "attn_bias": attn_bias,
-        "alibi_slopes": alibi_slopes,
-        "softcap": softcap,
-    }
-    for name, value in asked.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not available yet; use {name}=None")
-
-
 def checked_scale(scale: float | None, head_dim: int) -> float:
     """Return ``scale`` as a number, 1/√D for None; raise ValueError if it is none."""
     if scale is None:
@@ -128,9 +100,13 @@ def check_layouts(
     mesh: DeviceMesh,
     layout: SequenceLayout,
     kv_layout: SequenceLayout | None,
-    is_causal: bool,
+    positional: str,
 ) -> None:
-    """Raise ValueError unless mesh and layouts fit together; the op itself checks the lengths."""
+    """Raise ValueError unless mesh and layouts fit together; the op itself checks the lengths.
+
+    Args:
+        positional: What the call compares positions by (``is_causal``, say); "" if by nothing.
+    """
     check_mesh(mesh, "context_parallel_attention")
     for name, of in (("layout", layout), ("kv_layout", layout if kv_layout is None else kv_layout)):
         if not isinstance(of, SequenceLayout):
@@ -142,10 +118,21 @@ def check_layouts(
             raise ValueError(
                 f"{name} is for cp={of.cp} but the mesh has {mesh.size()} ranks; make it with cp={mesh.size()}"
             )
-    if is_causal and kv_layout is not None and kv_layout != layout:
+    if positional and kv_layout is not None and kv_layout != layout:
         raise ValueError(
-            "is_causal needs queries and keys in one layout; use is_causal=False for cross attention, or drop kv_layout"
+            f"{positional} needs queries and keys in one layout; leave it out for cross attention, or drop kv_layout"
         )
+
+
+def positional_argument(is_causal: bool, masks: CallMasks) -> str:
+    """The name of an argument that compares positions of queries and keys; "" if there is none."""
+    if is_causal:
+        return "is_causal"
+    if masks.documents is not None:
+        return "documents"
+    if masks.window_size != NO_WINDOW:
+        return "window_size"
+    return "alibi_slopes" if masks.alibi_slopes is not None else ""
 
 
 def length_error(

@@ -43,9 +43,9 @@ class TileDropout:
     mixed: Tensor  # int64 (B, Hq, Sq)
     words: Tensor  # int32 (Skv,)
 
-    def keep(self, start: int, stop: int, num_keys: int) -> Tensor:
-        """Return which weights of the queries ``start:stop`` to the first keys stay: bool (B, Hq, n, num_keys)."""
-        return kept(self.mixed[:, :, start:stop, None], self.words[:num_keys], self.p)
+    def keep(self, queries: slice, keys: slice) -> Tensor:
+        """Return which weights of these queries to these keys stay: bool (B, Hq, n, k)."""
+        return kept(self.mixed[:, :, queries, None], self.words[keys], self.p)
 
     def drop(self, weights: Tensor, keep: Tensor) -> Tensor:
         """Return ``weights`` (B, Hkv, Hq/Hkv, n, keys) with what ``keep`` says, scaled to the same mean."""

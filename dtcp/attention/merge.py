@@ -28,14 +28,17 @@ class Partial:
             self._out, self._lse = self._nothing_seen()
         return self._out, self._lse
 
-    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add what the queries ``rows`` saw in another set of keys. ``out`` and ``lse`` may be kept and written to."""
+    def merge(self, slots: slice, out: Tensor, lse: Tensor, rows: slice = slice(None)) -> None:
+        """Add what the queries ``slots`` of the batch rows ``rows`` saw in another set of keys.
+
+        ``out`` and ``lse`` may be kept and written to.
+        """
         is_first = self._out is None
         if is_first and out.shape == self._shape and out.dtype == self._dtype:
             self._out, self._lse = out, lse
             return
         whole_out, whole_lse = self.result()
-        own_out, own_lse = whole_out[:, :, rows], whole_lse[:, :, rows]
+        own_out, own_lse = whole_out[rows, :, slots], whole_lse[rows, :, slots]
         if is_first:
             own_out.copy_(out)
             own_lse.copy_(lse)
@@ -54,6 +57,22 @@ class Partial:
         return out.transpose(1, 2), lse
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add to what was seen, in place, a column with the logit ``sinks`` (H,) and no value, for every query."""
+    logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    # The share of all other columns: 0 where none was seen.
+    out.mul_(torch.sigmoid(lse - logits).unsqueeze(-1))
+    torch.logaddexp(lse, logits, out=lse)
+
+
+def grad_sinks(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of ``sinks`` (H,), this rank's queries' share; ``lse`` counts them."""
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    shares = weights * (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    # Pads have lse +inf, and a gradient that may be anything.
+    return -torch.where(lse == float("inf"), 0, shares).sum((0, 2)).to(sinks.dtype)
+
+
 class Sum:
     """A gradient (B, H, S, D) that tiles add their parts to; rows that no tile touches are 0."""
 
@@ -61,5 +80,5 @@ class Sum:
         batch, heads, seq_len, dim = shape
         self.total = torch.zeros(batch, seq_len, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
-    def add(self, rows: slice, part: Tensor, heads: slice = slice(None)) -> None:
-        self.total[:, heads, rows].add_(part)
+    def add(self, slots: slice, part: Tensor, heads: slice = slice(None), rows: slice = slice(None)) -> None:
+        self.total[rows, heads, slots].add_(part)

@@ -2,10 +2,10 @@
 
 Shapes: query (B, S_q, Hq, D), key (B, S_kv, Hkv, D), value (B, S_kv, Hkv, Dv), any strides; out (B, S_q, Hq, Dv)
 and the gradients contiguous; lse (B, Hq, S_q); number int64 (1,), on the host; dropout_keys int64 (B, S_q), None where
-nothing is dropped. Only constants, a group name and tensors travel: layouts as the int64 tensors ``layout.state``, so
-that the next step's layout costs no recompilation and the backward, also a recomputed or delayed one, uses the layouts
-of its own forward. So do the keys of dropout, and the number of the call in its group, by which the ranks compare their
-backwards.
+nothing is dropped; masks as in ``CallMasks``. Only constants, a group name and tensors travel: layouts and documents as
+int64 tensors of constant shape, so that the next step's cost no recompilation and the backward, also a recomputed or
+delayed one, uses those of its own forward. So do the keys of dropout, the handle of a ``mask_mod``, and the number of
+the call in its group, by which the ranks compare their backwards.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dtcp.attention.arguments import length_error
+from dtcp.attention.agreement import agreement_fields, call_refusal
+from dtcp.attention.call import Call, without_padding
 from dtcp.attention.calls import count_call
 from dtcp.attention.dropout import CallDropout, check_call_keys
 from dtcp.attention.kernels import choose_kernel, lse_dtype
-from dtcp.attention.strategies import STRATEGY_NAMES, Call, choose_strategy
-from dtcp.collectives import DTYPES, agree, agree_on_backward, resolve_group
-from dtcp.layout import LAYOUT_NAMES, SequenceLayout, layout_from_state
+from dtcp.attention.merge import add_sinks, grad_sinks
+from dtcp.attention.scores import NO_MASKS, CallMasks, Modifiers, mask_mod_of
+from dtcp.attention.strategies import choose_strategy
+from dtcp.collectives import agree, agree_on_backward, resolve_group
+from dtcp.documents import Documents
+from dtcp.layout import layout_from_state
+from dtcp.mask import Mask
 from dtcp.replicas import expect_equal_gradients
 
 _NAME = "context_parallel_attention"
@@ -44,14 +49,17 @@ def attention_forward(
     strategy: str,
     kernel: str,
     dropout: CallDropout | None = None,
+    masks: CallMasks = NO_MASKS,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries over the whole sequence's keys. Collective."""
     # Inside the op nothing requires grad. A backward that only some ranks run would wait for the others.
-    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    p, keys, head_offset, head_axis = dropout or (0.0, None, 0, "")
+    learned = (query, key, value, masks.sinks, masks.attn_bias, masks.alibi_slopes)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
+    p, keys, head_offset, head_axis = dropout or (0.0, None, masks.head_offset, masks.head_axis)
     out, lse, _ = forward_op(
-        query, key, value, q_state, kv_state, keys, group_name, is_causal, scale, strategy, kernel, p, head_offset,
-        head_axis, needs_grad,
+        query, key, value, q_state, kv_state, masks.documents, masks.key_lengths, masks.mask_mod, masks.sinks,
+        masks.attn_bias, masks.alibi_slopes, keys, group_name, is_causal, *masks.window_size, masks.softcap, scale,
+        strategy, kernel, p, head_offset, head_axis, needs_grad,
     )  # fmt: skip
     return out, lse
 
@@ -63,9 +71,18 @@ def forward_op(
     value: Tensor,
     q_state: Tensor,
     kv_state: Tensor,
+    documents: Tensor | None,
+    key_lengths: Tensor | None,
+    mask_mod: Tensor | None,
+    sinks: Tensor | None,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
     dropout_keys: Tensor | None,
     group_name: str,
     is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
     scale: float,
     strategy: str,
     kernel: str,
@@ -75,12 +92,20 @@ def forward_op(
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, number); ``needs_grad`` is compared between the ranks and not used otherwise."""
+    masks = CallMasks(
+        (window_left, window_right), documents, key_lengths, mask_mod, sinks, attn_bias, alibi_slopes, softcap
+    )
     dropout = _dropout(query, dropout_keys, dropout_p, head_offset, head_axis)
-    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel, dropout)
-    fields = agreement_fields(query, key, value, call, strategy, needs_grad)
-    number = agree(_NAME, fields, call.group, query.device, error=_refusal(query, key, call))
+    call = _call(
+        query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis
+    )
+    fields = agreement_fields(query, key, value, call, sinks, strategy, needs_grad)
+    number = agree(_NAME, fields, call.group, query.device, error=call_refusal(query, key, call))
     count_call(q_state)
-    out, lse = choose_strategy(strategy).forward(call, *_by_head(query, key, value))
+    out, lse = choose_strategy(strategy).forward(call, *without_padding(call, *_by_head(query, key, value)))
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
+        lse[:, :, call.layout.num_valid(call.rank) :] = float("-inf")
     return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), torch.tensor([number])
 
 
@@ -95,87 +120,92 @@ def backward_op(
     number: Tensor,
     q_state: Tensor,
     kv_state: Tensor,
+    documents: Tensor | None,
+    key_lengths: Tensor | None,
+    mask_mod: Tensor | None,
+    sinks: Tensor | None,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
     dropout_keys: Tensor | None,
     group_name: str,
     is_causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
     scale: float,
     strategy: str,
     kernel: str,
     dropout_p: float,
     head_offset: int,
     head_axis: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (grad_query, grad_key, grad_value). Collective; all three are made, whichever are needed."""
+    needs_bias: bool,
+    needs_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value, sinks, attn_bias and alibi_slopes. Collective.
+
+    The first three are made, whichever are needed; the others are empty if they are not.
+    """
+    masks = CallMasks(
+        (window_left, window_right), documents, key_lengths, mask_mod, sinks, attn_bias, alibi_slopes, softcap
+    )
     dropout = _dropout(query, dropout_keys, dropout_p, head_offset, head_axis)
-    call = _call(query, value, q_state, kv_state, group_name, is_causal, scale, kernel, dropout)
+    call = _call(
+        query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis,
+        needs_bias, needs_slopes,
+    )  # fmt: skip
     agree_on_backward(_NAME, number, call.group, query.device)
     if group_name:
         expect_equal_gradients(call.group)
     grad_out, query_, key_, value_, out = _by_head(grad_out, query, key, value, out)
+    query_, key_, value_, grad_out = without_padding(call, query_, key_, value_, grad_out)
+    # A weight is exp(score − lse): 0 for a query that saw nothing, pads among them.
+    lse = lse.masked_fill(lse == float("-inf"), float("inf")) if call.may_see_nothing or sinks is not None else lse
     grads = choose_strategy(strategy).backward(call, grad_out, query_, key_, value_, out, lse)
     grad_query, grad_key, grad_value = (g.to(query.dtype).transpose(1, 2).contiguous() for g in grads)
-    return grad_query, grad_key, grad_value
-
-
-def agreement_fields(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, strategy: str, needs_grad: bool
-) -> dict[str, int]:
-    """What has to be equal on every rank before anything is exchanged."""
-    return {
-        "dtype": DTYPES.index(query.dtype),
-        "batch size": query.size(0),
-        "query heads": query.size(2),
-        "key heads": key.size(2),
-        "head dim": query.size(3),
-        "value head dim": value.size(3),
-        **_layout_fields("query", call.layout),
-        **_layout_fields("key", call.kv_layout),
-        "is_causal": int(call.is_causal),
-        "scale (its float64 bits)": _bits(call.scale),
-        "dropout_p (its float64 bits)": _bits(0.0 if call.dropout is None else call.dropout.p),
-        f"strategy ({_choices(STRATEGY_NAMES)})": STRATEGY_NAMES.index(strategy),
-        "requires_grad": int(needs_grad),
-    }
-
-
-def _bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float64).view(torch.int64))
-
-
-def _refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
-    """What only the op can check: in a compiled graph the layout is known when it runs."""
-    if call.layout.cp != call.group.size():
-        return ValueError(f"the layout is for cp={call.layout.cp} but the group has {call.group.size()} ranks")
-    return length_error(query.size(1), key.size(1), call.layout, call.kv_layout)
-
-
-def _layout_fields(of: str, layout: SequenceLayout) -> dict[str, int]:
-    return {
-        f"{of} layout ({_choices(LAYOUT_NAMES)})": LAYOUT_NAMES.index(layout.name),
-        f"{of} seq_len": layout.seq_len,
-        f"{of} multiple_of": layout.multiple_of,
-    }
-
-
-def _choices(names: tuple[str, ...]) -> str:
-    return ", ".join(f"{index} {name}" for index, name in enumerate(names))
+    of_sinks = query.new_empty(0) if sinks is None else grad_sinks(grad_out, out, lse, sinks)
+    summed = call.modifiers.grad_bias, call.modifiers.grad_slopes
+    of_bias, of_slopes = (
+        query.new_empty(0) if grad is None or x is None else grad.to(x.dtype)
+        for grad, x in zip(summed, (attn_bias, alibi_slopes), strict=True)
+    )
+    return grad_query, grad_key, grad_value, of_sinks, of_bias, of_slopes
 
 
 def _call(
-    query: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool, scale: float,
-    kernel: str, dropout: CallDropout | None,
+    query: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, masks: CallMasks, group_name: str,
+    is_causal: bool, scale: float, kernel: str, dropout: CallDropout | None, head_offset: int, head_axis: str,
+    needs_bias: bool = False, needs_slopes: bool = False,
 ) -> Call:  # fmt: skip
+    summed_in = lse_dtype(query.dtype)
+    bias, slopes = masks.attn_bias, masks.alibi_slopes
+    rank_of_axis = resolve_group(head_axis).rank() if head_axis else 0
+    modifiers = Modifiers(
+        mask_mod=mask_mod_of(masks.mask_mod),
+        attn_bias=bias,
+        alibi_slopes=slopes,
+        softcap=masks.softcap,
+        head_offset=head_offset + rank_of_axis * query.size(2),
+        grad_bias=torch.zeros_like(bias, dtype=summed_in) if needs_bias and bias is not None else None,
+        grad_slopes=torch.zeros_like(slopes, dtype=summed_in) if needs_slopes and slopes is not None else None,
+    )
+    lengths = None if masks.key_lengths is None else tuple(masks.key_lengths.tolist())
+    documents = None if masks.documents is None else Documents.from_state(masks.documents)
+    only_math = "softcap" if masks.softcap else ""
+    if needs_bias or needs_slopes:
+        kernel, only_math = "math", ""  # what the forward took gives the same lse
     return Call(
         group=resolve_group(group_name),
         layout=layout_from_state(q_state),
         kv_layout=layout_from_state(kv_state),
-        is_causal=is_causal,
+        mask=Mask(is_causal, masks.window_size, documents, lengths),
         scale=scale,
         kernel=choose_kernel(
-            kernel, query, max(query.size(-1), value.size(-1)), scale, 0.0 if dropout is None else dropout.p
+            kernel, query, max(query.size(-1), value.size(-1)), scale, 0.0 if dropout is None else dropout.p,
+            masked_by=masks.masked_by, only_math=only_math,
         ),
         dropout=dropout,
-    )
+        modifiers=modifiers,
+    )  # fmt: skip
 
 
 def _dropout(query: Tensor, keys: Tensor | None, p: float, head_offset: int, head_axis: str) -> CallDropout | None:
@@ -203,11 +233,7 @@ def _log_math_kernel(p: float) -> None:
 
 
 @forward_op.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None,
-    group_name: str, is_causal: bool, scale: float, strategy: str, kernel: str, dropout_p: float, head_offset: int,
-    head_axis: str, needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, seq_len, heads, _ = query.shape
     out = query.new_empty(batch, seq_len, heads, value.size(-1))
     lse = query.new_empty(batch, heads, seq_len, dtype=lse_dtype(query.dtype))
@@ -217,17 +243,28 @@ def _(
 @backward_op.register_fake
 def _(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor,
-    q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None, group_name: str, is_causal: bool, scale: float,
-    strategy: str, kernel: str, dropout_p: float, head_offset: int, head_axis: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    q_state: Tensor, kv_state: Tensor, documents: Tensor | None, key_lengths: Tensor | None, mask_mod: Tensor | None,
+    sinks: Tensor | None, attn_bias: Tensor | None, alibi_slopes: Tensor | None, dropout_keys: Tensor | None,
+    *constants: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    needed = sinks, attn_bias if constants[-2] else None, alibi_slopes if constants[-1] else None
+    of_masks = (query.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *of_masks
+
+
+_NUM_TENSORS = 12  # of the forward
+_NUM_CONSTANTS = 11  # besides needs_grad
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, q_state, kv_state, dropout_keys, *ctx.constants, _ = inputs
-    ctx.save_for_backward(query, key, value, *output, q_state, kv_state, dropout_keys)
+    query, key, value, *more = inputs[:_NUM_TENSORS]
+    ctx.constants = inputs[_NUM_TENSORS:-1]
+    ctx.save_for_backward(query, key, value, *output, *more)
     # Zeros for an unused output would hide whether a gradient came into lse.
     ctx.set_materialize_grads(False)
+
+
+_SINKS, _BIAS, _SLOPES = 8, 9, 10  # places among the inputs
 
 
 def _autograd(
@@ -238,11 +275,15 @@ def _autograd(
             "context_parallel_attention has no gradient with respect to lse; use lse.detach(), or "
             "reference_attention(…, return_lse=True) for a loss that reads it"
         )
-    query, key, value, out, lse, number, *states = ctx.saved_tensors
+    query, key, value, out, lse, number, *more = ctx.saved_tensors
     if grad_out is None:  # a gradient of zero, which other ranks may not have: the exchange takes place all the same
         grad_out = torch.zeros_like(out)
-    grads = backward_op(grad_out, query, key, value, out, lse, number, *states, *ctx.constants)
-    return *grads, *(None,) * 12
+    needs = ctx.needs_input_grad
+    grads = backward_op(
+        grad_out, query, key, value, out, lse, number, *more, *ctx.constants, needs[_BIAS], needs[_SLOPES]
+    )
+    of_masks = [grad if needs[place] else None for grad, place in zip(grads[3:], (_SINKS, _BIAS, _SLOPES), strict=True)]
+    return *grads[:3], *(None,) * 5, *of_masks, *(None,) * (1 + _NUM_CONSTANTS + 1)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -255,33 +296,37 @@ forward_op.register_autograd(_autograd, setup_context=_save_for_backward)
 backward_op.register_autograd(_no_double_backward)
 
 
-def _pairs(query: Tensor, q_state: Tensor, kv_state: Tensor, group_name: str, is_causal: bool) -> float:
-    """Allowed (query, key) pairs of this rank; under FakeTensor, where layouts have no data, the whole rectangle."""
+def _pairs(query: Tensor, states: tuple[Any, ...], constants: tuple[Any, ...]) -> float:
+    """Allowed (query, key) pairs of this rank, over the batch; under FakeTensor, without data, whole rectangles.
+
+    Args:
+        states: q_state, kv_state, documents and key_lengths.
+        constants: group_name, is_causal, window_left and window_right.
+    """
+    q_state, kv_state, documents, key_lengths = states
+    group_name, is_causal, *window = constants
+    group = resolve_group(group_name)
     if isinstance(q_state, FakeTensor):
-        local, cp = query.size(1), resolve_group(group_name).size()
-        return local * local * cp
+        return query.size(0) * query.size(1) * query.size(1) * group.size()
     layout, kv_layout = layout_from_state(q_state), layout_from_state(kv_state)
-    rank = resolve_group(group_name).rank()
-    tiles = (layout.tiles(rank, s, is_causal=is_causal, kv_layout=kv_layout) for s in range(layout.cp))
-    return sum(tile.num_pairs for of_source in tiles for tile in of_source)
+    lengths = None if key_lengths is None else tuple(key_lengths.tolist())
+    mask = Mask(is_causal, tuple(window), None if documents is None else Documents.from_state(documents), lengths)
+    tiles = (t for s in range(layout.cp) for t in layout.tiles(group.rank(), s, mask, kv_layout=kv_layout))
+    return sum(t.num_pairs * (query.size(0) if t.rows is None else t.rows[1] - t.rows[0]) for t in tiles)
 
 
 @register_flop_formula(torch.ops.dtcp.attention_forward, get_raw=True)
-def _forward_flops(
-    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None,
-    group_name: str, is_causal: bool, *args: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    """2 FLOPs × pairs × (D for scores + Dv for out), of this rank."""
-    pairs = _pairs(query, q_state, kv_state, group_name, is_causal)
-    return int(2 * query.size(0) * query.size(2) * pairs * (query.size(3) + value.size(3)))
+def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """2 FLOPs × pairs × (D for scores + Dv for out), of this rank; a ``mask_mod`` is not looked into."""
+    pairs = _pairs(query, args[:4], args[9:13])
+    return int(2 * query.size(2) * pairs * (query.size(3) + value.size(3)))
 
 
 @register_flop_formula(torch.ops.dtcp.attention_backward, get_raw=True)
 def _backward_flops(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor,
-    q_state: Tensor, kv_state: Tensor, dropout_keys: Tensor | None, group_name: str, is_causal: bool, *args: Any,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor, *args: Any,
     **kwargs: Any,
 ) -> int:  # fmt: skip
     """2 FLOPs × pairs × (3·D + 2·Dv): scores again, their gradient, and those of query, key and value."""
-    pairs = _pairs(query, q_state, kv_state, group_name, is_causal)
-    return int(2 * query.size(0) * query.size(2) * pairs * (3 * query.size(3) + 2 * value.size(3)))
+    pairs = _pairs(query, args[:4], args[9:13])
+    return int(2 * query.size(2) * pairs * (3 * query.size(3) + 2 * value.size(3)))

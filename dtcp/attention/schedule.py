@@ -13,6 +13,7 @@ import functools
 from dataclasses import dataclass
 
 from dtcp.layout import SequenceLayout
+from dtcp.mask import Mask
 from dtcp.tiles import Tile
 
 Rows = tuple[int, int]
@@ -51,8 +52,10 @@ class RingSchedule:
 
 
 @functools.lru_cache(maxsize=1024)
-def ring_schedule(layout: SequenceLayout, kv_layout: SequenceLayout, is_causal: bool, rank: int) -> RingSchedule:
-    """Return the schedule of ``rank``; step 0 is its own keys."""
+def ring_schedule(
+    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
+) -> RingSchedule:
+    """Return the schedule of ``rank``; step 0 is its own keys. ``may_mask``: see ``SequenceLayout.tiles``."""
     cp = layout.cp
     direction = 1 if layout.name == "contiguous" else -1
 
@@ -60,7 +63,7 @@ def ring_schedule(layout: SequenceLayout, kv_layout: SequenceLayout, is_causal: 
         return (of_rank - direction * step) % cp
 
     def reads(of_rank: int, step: int) -> Rows:
-        return layout.key_range(of_rank, source(of_rank, step), is_causal=is_causal, kv_layout=kv_layout)
+        return layout.key_range(of_rank, source(of_rank, step), mask, kv_layout=kv_layout)
 
     def hop(sender: int, step: int) -> Rows:
         """Rows that leave ``sender`` during ``step``: the hull of what all later holders read."""
@@ -75,7 +78,7 @@ def ring_schedule(layout: SequenceLayout, kv_layout: SequenceLayout, is_causal: 
         steps.append(
             RingStep(
                 source=own,
-                tiles=layout.tiles(rank, own, is_causal=is_causal, kv_layout=kv_layout),
+                tiles=layout.tiles(rank, own, mask, kv_layout=kv_layout, may_mask=may_mask),
                 send=hop(rank, step),
                 receive=hop(previous_rank, step),
                 grad_rows=reads(rank, step),

@@ -14,14 +14,18 @@ from torch.distributed.tensor.experimental import register_sharding
 
 import dtcp.attention.ops  # noqa: F401  # defines the ops
 
-_CONSTANTS = [None] * 8  # group_name, is_causal, scale, strategy, kernel, dropout_p, head_offset, head_axis
+_NUM_MASKS = 6  # documents, key_lengths, mask_mod, sinks, attn_bias, alibi_slopes
+_CONSTANTS = [None] * 11  # group_name … head_axis
 _NUMBER = Replicate()
 _BATCH, _HEADS = Shard(0), Shard(2)
 
 
-def _options(key: Any, dropout_keys: Any) -> list[tuple[Any, Any]]:
+def _options(key: Any, masks: tuple[Any, ...], dropout_keys: Any) -> list[tuple[Any, Any]]:
     """(placement of a (B, S, H, D) tensor, that of lse (B, H, S)) on one mesh axis."""
-    options: list[tuple[Any, Any]] = [(Replicate(), Replicate()), (_BATCH, Shard(0))]
+    options: list[tuple[Any, Any]] = [(Replicate(), Replicate())]
+    if any(x is not None for x in masks):  # which rows and heads they are of, nothing says here
+        return options
+    options.append((_BATCH, Shard(0)))
     # A key head and its query heads have to stay together; and dropout has to know which heads it gets.
     if dropout_keys is None and all(key.shape[2] % size == 0 for size in key.mesh.shape):
         options.append((_HEADS, Shard(1)))
@@ -29,26 +33,30 @@ def _options(key: Any, dropout_keys: Any) -> list[tuple[Any, Any]]:
 
 
 @register_sharding(torch.ops.dtcp.attention_forward.default)
-def _(
-    query: Any, key: Any, value: Any, q_state: Any, kv_state: Any, dropout_keys: Any, *constants: Any
-) -> list[tuple[list, list]]:
+def _(query: Any, key: Any, value: Any, q_state: Any, kv_state: Any, *more: Any) -> list[tuple[list, list]]:
+    masks, dropout_keys = more[:_NUM_MASKS], more[_NUM_MASKS]
     return [
-        ([x, lse, _NUMBER], [x, x, x, *_states(x, dropout_keys), *_CONSTANTS, None])
-        for x, lse in _options(key, dropout_keys)
+        ([x, lse, _NUMBER], [x, x, x, *_states(x, masks, dropout_keys), *_CONSTANTS, None])
+        for x, lse in _options(key, masks, dropout_keys)
     ]
 
 
 @register_sharding(torch.ops.dtcp.attention_backward.default)
 def _(
     grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, number: Any, q_state: Any, kv_state: Any,
-    dropout_keys: Any, *constants: Any,
-) -> list[tuple[list, list]]:
+    *more: Any,
+) -> list[tuple[list, list]]:  # fmt: skip
+    masks, dropout_keys = more[:_NUM_MASKS], more[_NUM_MASKS]
     return [
-        ([x, x, x], [x, x, x, x, x, lse, _NUMBER, *_states(x, dropout_keys), *_CONSTANTS])
-        for x, lse in _options(key, dropout_keys)
+        (
+            [x, x, x, *[Replicate()] * 3],
+            [x, x, x, x, x, lse, _NUMBER, *_states(x, masks, dropout_keys), *_CONSTANTS, *[None] * 2],
+        )
+        for x, lse in _options(key, masks, dropout_keys)
     ]
 
 
-def _states(x: Any, dropout_keys: Any) -> list[Any]:
-    """Placements of both layouts and of the keys (B, S), which are cut as rows are."""
-    return [Replicate(), Replicate(), None if dropout_keys is None else x]
+def _states(x: Any, masks: tuple[Any, ...], dropout_keys: Any) -> list[Any]:
+    """Placements of both layouts, of the masks, and of the keys (B, S), which are cut as rows are."""
+    of_masks = [None if mask is None else Replicate() for mask in masks]
+    return [Replicate(), Replicate(), *of_masks, None if dropout_keys is None else x]

@@ -7,55 +7,20 @@ Keys and values travel as one message, kv (S_kv, B, Hkv, D+Dv): a range of rows 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dtcp.attention.calls import own_tiles
+from dtcp.attention.call import Call, backward_tile, forward_tile
 from dtcp.attention.comm import Exchange, Message, start_exchange
-from dtcp.attention.dropout import CallDropout, tile_dropout
-from dtcp.attention.kernels import Kernel, lse_dtype
-from dtcp.attention.kernels.math import MathKernel
+from dtcp.attention.kernels import lse_dtype
 from dtcp.attention.merge import Partial, Sum
-from dtcp.attention.schedule import RingStep, ring_schedule
+from dtcp.attention.schedule import RingSchedule, RingStep, ring_schedule
 from dtcp.collectives import start_all_gather_rows, start_reduce_scatter_rows
-from dtcp.layout import SequenceLayout
 from dtcp.tiles import Tile
 
 STRATEGY_NAMES = ("ring", "all_gather")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What one attention call is about, besides its tensors."""
-
-    group: dist.ProcessGroup
-    layout: SequenceLayout
-    kv_layout: SequenceLayout
-    is_causal: bool
-    scale: float
-    kernel: Kernel
-    dropout: CallDropout | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    def kernel_for(self, source: int, tile: Tile, heads: range) -> Kernel:
-        """What computes a tile with the keys of ``source``, for this rank's query heads ``heads``."""
-        if self.dropout is None:
-            return self.kernel
-        p, keys, first = self.dropout.p, self.dropout.keys, self.dropout.head_offset
-        positions = self.kv_layout.positions(source)[tile.kv_start : tile.kv_stop]
-        rows, heads = slice(tile.q_start, tile.q_stop), range(first + heads.start, first + heads.stop)
-        return MathKernel(tile_dropout(p, keys[:, rows], heads, positions))
-
-    def tiles(self, source: int) -> tuple[Tile, ...]:
-        """What this rank computes with the keys of ``source``."""
-        return self.layout.tiles(self.rank, source, is_causal=self.is_causal, kv_layout=self.kv_layout)
 
 
 class Strategy(Protocol):
@@ -100,7 +65,7 @@ class Ring:
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = _Grads(call, grad_out, query, key, value, out, lse)
-        schedule = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank)
+        schedule = _schedule(call)
         parts, arriving = grads.new_parts(2), grads.new_parts(1)[0]
         early, late = _halves_of_heads(key)
         for index, step, source_key, source_value in self._rotate(call, key, value):
@@ -127,7 +92,7 @@ class Ring:
     @staticmethod
     def _rotate(call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[int, RingStep, Tensor, Tensor]]:
         """Yield (number, step, key, value) of each source; the next source is on its way meanwhile."""
-        schedule = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank)
+        schedule = _schedule(call)
         held = _pack(key, value) if call.layout.cp > 1 else key.new_empty(0)
         incoming = torch.empty_like(held)
         for index, step in enumerate(schedule.steps):
@@ -143,7 +108,7 @@ class Ring:
     @staticmethod
     def _start_return(call: Call, step: int, part: Tensor, arriving: Tensor) -> Exchange:
         """Send the key gradients made in ``step`` to their owner; receive those that another rank made for this one."""
-        done = ring_schedule(call.layout, call.kv_layout, call.is_causal, call.rank).steps[step]
+        done = _schedule(call).steps[step]
         return start_exchange(
             [Message(done.source, part[slice(*done.grad_rows)])],
             [Message(done.reader, arriving[slice(*done.reader_rows)])],
@@ -173,7 +138,7 @@ class AllGather:
         gathering.wait()
         grad_kv = torch.zeros_like(kv, dtype=grads.dtype)
         for (source, source_kv), (_, part) in zip(self._others(call, kv), self._others(call, grad_kv), strict=True):
-            rows = call.layout.key_range(call.rank, source, is_causal=call.is_causal, kv_layout=call.kv_layout)
+            rows = call.key_range(source)
             grads.add_part(source, call.tiles(source), *_unpack(source_kv, key.size(-1)), part, rows)
         returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
         grads.add_own(call.tiles(call.rank), late)
@@ -211,9 +176,10 @@ class _Grads:
         if heads.start == heads.stop:
             return
         key, value = (x[:, heads] for x in self._own)
-        for keys, grad_key, grad_value in self._backward(self._call.rank, tiles, key, value, heads):
-            self.key.add(keys, grad_key, heads)
-            self.value.add(keys, grad_value, heads)
+        for tile, grad_key, grad_value in self._backward(self._call.rank, tiles, key, value, heads):
+            rows, keys = _rows_and_keys(tile)
+            self.key.add(keys, grad_key, heads, rows)
+            self.value.add(keys, grad_value, heads, rows)
 
     def add_part(
         self, source: int, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, part: Tensor, rows: tuple[int, int]
@@ -221,9 +187,10 @@ class _Grads:
         """Put the gradient of the packed keys of ``source`` into the ``rows`` of ``part`` that the tiles read."""
         part[slice(*rows)].zero_()
         part_key, part_value = _unpack(part, key.size(-1))
-        for keys, grad_key, grad_value in self._backward(source, tiles, key, value, slice(0, key.size(1))):
-            part_key[:, :, keys].add_(grad_key)
-            part_value[:, :, keys].add_(grad_value)
+        for tile, grad_key, grad_value in self._backward(source, tiles, key, value, slice(0, key.size(1))):
+            of_batch, keys = _rows_and_keys(tile)
+            part_key[of_batch, :, keys].add_(grad_key)
+            part_value[of_batch, :, keys].add_(grad_value)
 
     def add_returned(self, part: Tensor, rows: tuple[int, int]) -> None:
         """Add what another rank computed for this rank's keys."""
@@ -234,26 +201,27 @@ class _Grads:
 
     def _backward(
         self, source: int, tiles: tuple[Tile, ...], key: Tensor, value: Tensor, heads: slice
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Add each tile's query gradient; yield its key slots, key gradient and value gradient."""
+    ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        """Add each tile's query gradient; yield it, its key gradient and its value gradient."""
         group_size = self.query.total.size(1) // self.key.total.size(1)
         query_heads = slice(heads.start * group_size, heads.stop * group_size)
-        grad_out, query, out, lse = (x[:, query_heads] for x in self._rows)
+        of_queries = tuple(x[:, query_heads] for x in self._rows)
+        head_range = range(query_heads.start, query_heads.stop)
         for tile in tiles:
-            rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
-            kernel = self._call.kernel_for(source, tile, range(query_heads.start, query_heads.stop))
-            grad_query, grad_key, grad_value = kernel.backward(
-                grad_out[:, :, rows],
-                query[:, :, rows],
-                key[:, :, keys],
-                value[:, :, keys],
-                out[:, :, rows],
-                lse[:, :, rows],
-                is_causal=tile.kind == "causal",
-                scale=self._call.scale,
+            grad_query, grad_key, grad_value = backward_tile(
+                self._call, source, tile, head_range, of_queries, key, value
             )
-            self.query.add(rows, grad_query, query_heads)
-            yield keys, grad_key, grad_value
+            rows, _ = _rows_and_keys(tile)
+            self.query.add(slice(tile.q_start, tile.q_stop), grad_query, query_heads, rows)
+            yield tile, grad_key, grad_value
+
+
+def _schedule(call: Call) -> RingSchedule:
+    return ring_schedule(call.layout, call.kv_layout, call.mask, call.kernel.takes_masks, call.rank)
+
+
+def _rows_and_keys(tile: Tile) -> tuple[slice, slice]:
+    return slice(None) if tile.rows is None else slice(*tile.rows), slice(tile.kv_start, tile.kv_stop)
 
 
 def _attend(
@@ -261,13 +229,8 @@ def _attend(
 ) -> None:
     """Merge what the queries see in the keys of ``source``."""
     for tile in tiles:
-        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.kv_start, tile.kv_stop)
-        kernel = call.kernel_for(source, tile, range(query.size(1)))
-        with own_tiles:
-            out, lse = kernel.forward(
-                query[:, :, rows], key[:, :, keys], value[:, :, keys], is_causal=tile.kind == "causal", scale=call.scale
-            )
-        partial.merge(rows, out, lse)
+        out, lse = forward_tile(call, source, tile, query, key, value)
+        partial.merge(slice(tile.q_start, tile.q_stop), out, lse, _rows_and_keys(tile)[0])
 
 
 def _partial(query: Tensor, value: Tensor) -> Partial:

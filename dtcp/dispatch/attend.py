@@ -11,11 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtcp.attention.api import prepare_inputs, report_refusal
+from dtcp.attention.api import check_kernel, prepare_inputs, report_refusal
 from dtcp.attention.dropout import CallDropout, check_call_dropout
-from dtcp.attention.kernels import choose_kernel
+from dtcp.attention.masks import check_mask_shapes
 from dtcp.attention.ops import attention_forward
+from dtcp.attention.scores import CallMasks
+from dtcp.dispatch.attn_mask import with_attn_mask
 from dtcp.dispatch.frames import Frame
+from dtcp.mask import check_window
 
 DROPOUT_CURE = (
     "pass context_parallel(..., step=, rows=), of which the mask is made (or dtcp.dropout_keys to "
@@ -34,6 +37,10 @@ class Settings(Protocol):
     def kernel(self) -> str: ...
     @property
     def state(self) -> Tensor: ...
+    @property
+    def masks(self) -> CallMasks: ...
+    @property
+    def attn_mask_queries(self) -> str: ...
 
 
 def attend(
@@ -49,7 +56,8 @@ def attend(
 ) -> Tensor:
     """Return context parallel attention with the arguments of ``scaled_dot_product_attention``."""
     dropout, undone_p = frame.take_dropout(dropout_p)
-    return attend_with(frame, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, undone_p)
+    out, _ = attend_with(frame, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, undone_p)
+    return out
 
 
 def attend_with(
@@ -63,10 +71,10 @@ def attend_with(
     scale: float | None,
     enable_gqa: bool,
     undone_p: float = 0.0,
-) -> Tensor:
-    """The same with given dropout; ``undone_p`` is a probability that there are no keys for, which is refused."""
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) with given dropout; ``undone_p`` is a probability that there are no keys for: refused."""
     try:
-        check_options(query, key, attn_mask, undone_p, is_causal)
+        check_options(query, key, undone_p, is_causal)
         unbatched = query.ndim == 3
         if unbatched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -76,21 +84,26 @@ def attend_with(
         if dropout is not None:
             check_call_dropout(dropout, (query.size(0), query.size(1)))
         dropout_p = 0.0 if dropout is None else dropout.p
-        kernel = _allowed_kernel(frame.kernel, query, max(query.size(-1), value.size(-1)), dropout_p)
+        masks = frame.masks
+        check_window(masks.window_size, is_causal)
+        if attn_mask is not None:
+            masks = with_attn_mask(masks, attn_mask, frame, query)
+        check_mask_shapes(masks, query.size(0), query.size(2), query.size(1))
+        kernel = _allowed_kernel(frame.kernel, query, value, dropout_p, masks)
     except (ValueError, NotImplementedError) as error:
         report_refusal(error, frame.group_name, query)
         raise
-    out, _ = attention_forward(
-        query, key, value, frame.state, frame.state, frame.group_name, is_causal, scale, frame.strategy, kernel, dropout
-    )
+    out, lse = attention_forward(
+        query, key, value, frame.state, frame.state, frame.group_name, is_causal, scale, frame.strategy, kernel,
+        dropout, masks,
+    )  # fmt: skip
     out = out.transpose(1, 2)
-    return out.squeeze(0) if unbatched else out
+    return (out.squeeze(0), lse.squeeze(0)) if unbatched else (out, lse)
 
 
 def check_options(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     where: str = "inside context_parallel",
@@ -101,11 +114,6 @@ def check_options(
     Args:
         dropout_p: Of a call that has no keys.
     """
-    if attn_mask is not None:
-        raise NotImplementedError(
-            f"attn_mask of shape {tuple(attn_mask.shape)} {where}: a mask over this rank's tokens "
-            "cannot say what they see of other ranks, and masks over all keys are not available yet; use is_causal"
-        )
     if dropout_p:
         raise NotImplementedError(
             f"dropout_p={dropout_p} {where}: torch would draw a mask that depends on the mesh; {dropout_cure}"
@@ -130,24 +138,24 @@ def _enabled_kernels() -> tuple[str, ...]:
 _enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _allowed_kernel(kernel: str, query: Tensor, head_dim: int, dropout_p: float) -> str:
+def _allowed_kernel(kernel: str, query: Tensor, value: Tensor, dropout_p: float, masks: CallMasks) -> str:
     """The kernel to use: the one asked for, or what ``sdpa_kernel([...])`` leaves, ``auto`` if it leaves all."""
     allowed = _enabled_kernels()
     if kernel != "auto":
         if kernel not in allowed:
             raise ValueError(f"kernel={kernel!r} was asked of context_parallel, but sdpa_kernel([...]) excludes it")
-        choose_kernel(kernel, query, head_dim, dropout_p=dropout_p)
+        check_kernel(kernel, query, value, 1.0, dropout_p, masks)
         return kernel
     if len(allowed) == 4:
         return "auto"
     for name in allowed:
         try:
-            choose_kernel(name, query, head_dim, dropout_p=dropout_p)
+            check_kernel(name, query, value, 1.0, dropout_p, masks)
         except ValueError:
             continue
         return name
+    asked = f" with dropout_p={dropout_p}" if dropout_p else f" with {masks.masked_by}" if masks.masked_by else ""
     raise ValueError(
         f"sdpa_kernel([...]) leaves {', '.join(allowed) or 'nothing'}, which cannot run this call on "
-        f"{query.device.type} in {query.dtype}{f' with dropout_p={dropout_p}' if dropout_p else ''}; allow another "
-        "backend"
+        f"{query.device.type} in {query.dtype}{asked}; allow another backend"
     )

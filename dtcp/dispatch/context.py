@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,18 +17,24 @@ from dtcp.attention.api import is_plain
 from dtcp.attention.arguments import check_strategy
 from dtcp.attention.calls import CallCounter
 from dtcp.attention.kernels import KERNEL_NAMES
+from dtcp.attention.masks import checked_masks
 from dtcp.collectives import check_mesh
 from dtcp.containers import named_tensors
+from dtcp.dispatch.attn_mask import QUERIES
 from dtcp.dispatch.buffers import LocalBuffers, refuse_graph
 from dtcp.dispatch.entry import entered
 from dtcp.dispatch.frames import Frame, current
 from dtcp.dropout import dropout_keys
 from dtcp.dropout_hash import keys_of_place, place_salt
 from dtcp.layout import SequenceLayout, make_layout
+from dtcp.mask import NO_WINDOW
 from dtcp.shard import shard, unshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dtcp.attention.scores import MaskMod
+    from dtcp.documents import Documents
 
 Tree = TypeVar("Tree")
 
@@ -38,8 +44,9 @@ class ContextParallelRegion:
 
     Attributes:
         layout: Who holds which tokens.
-        positions: int64 (S_local,), global token index of each slot of this rank; pads hold 0.
-        valid: bool (S_local,), which slots hold a token.
+        positions: int64 (S_local,), global token index of each slot of this rank; pads hold 0. (B, S_local) where rows
+            hold different documents that place their tokens.
+        valid: bool, of the same shape: which slots hold a token.
     """
 
     def __init__(self, mesh: DeviceMesh, layout: SequenceLayout, counter: CallCounter) -> None:
@@ -74,7 +81,14 @@ def context_parallel(
     layout: str = "head_tail",
     strategy: str = "ring",
     kernel: str = "auto",
-    documents: Any = None,
+    documents: Documents | None = None,
+    window_size: tuple[int, int] = NO_WINDOW,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    mask_mod: MaskMod | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    attn_mask_queries: Literal["local", "global"] | None = None,
     seq_len: int | None = None,
     multiple_of: int = 1,
     expected_attention_calls: int | None = None,
@@ -102,7 +116,12 @@ def context_parallel(
         buffer_pad_values: What pad slots hold, for each buffer (a number holds for all). Floats default to 0;
             integer buffers need a value if there is padding.
         layout, strategy, kernel: As in ``make_layout`` and ``context_parallel_attention``.
-        documents: Not available yet.
+        documents: Where documents lie: tokens see their own only, and ``per_document`` places tokens by them.
+        window_size, key_lengths, mask_mod, sinks, alibi_slopes, softcap: Of every attention call inside, as in
+            ``context_parallel_attention``. Calls may be causal or not.
+        attn_mask_queries: Which queries the ``attn_mask`` of a call is of, (…, Q, S) with all S keys in natural order:
+            ``"local"``, those of this rank in layout order (or Q = 1), or ``"global"``, all in natural order, which is
+            cut here. Without it an ``attn_mask`` is refused.
         seq_len: Tokens of the sequence, where there are no buffers to tell.
         multiple_of: Pad until S_local is a multiple of it: the tp degree, where the model is sequence parallel.
         expected_attention_calls: Raise at the end unless there were so many. None wants at least one.
@@ -122,10 +141,17 @@ def context_parallel(
     check_strategy(strategy, None)
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
-    if documents is not None:
-        raise NotImplementedError("context_parallel does not know documents yet; use documents=None")
+    if attn_mask_queries not in (None, *QUERIES):
+        raise ValueError(f"attn_mask_queries must be 'local', 'global' or None, got {attn_mask_queries!r}")
+    masks = checked_masks(
+        is_causal=False, window_size=window_size, documents=documents, key_lengths=key_lengths, mask_mod=mask_mod,
+        sinks=sinks, alibi_slopes=alibi_slopes, softcap=softcap, head_offset=head_offset,
+    )  # fmt: skip
     listed = _list_buffers(buffers, buffer_seq_dims, buffer_pad_values)
-    sequence = make_layout(layout, seq_len=_sequence_length(listed, seq_len), cp=mesh.size(), multiple_of=multiple_of)
+    seq_len = _sequence_length(listed, seq_len)
+    if documents is not None:
+        documents.check_fits(seq_len)
+    sequence = make_layout(layout, seq_len=seq_len, cp=mesh.size(), documents=documents, multiple_of=multiple_of)
     local_buffers = _cut_buffers(listed, no_restore_buffers or (), mesh, sequence)
     counter = CallCounter()
     region = ContextParallelRegion(mesh, sequence, counter)
@@ -136,8 +162,10 @@ def context_parallel(
         kernel=kernel,
         counter=counter,
         state=counter.state_of(sequence),
-        is_plain=is_plain(sequence, sequence),
+        is_plain=is_plain(sequence, sequence) and masks.are_none,
         buffers=local_buffers,
+        masks=masks,
+        attn_mask_queries=attn_mask_queries or "",
         dropout_keys=_first_dropout_keys(dropout_seed, step, rows, region.positions),
         head_offset=head_offset,
     )

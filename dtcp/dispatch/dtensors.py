@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_global_tensor_info
 from dtcp.attention.api import prepare_inputs
 from dtcp.attention.dropout import CallDropout
 from dtcp.attention.ops import attention_forward
+from dtcp.attention.scores import CallMasks
 from dtcp.attention.single import contiguous_state
 from dtcp.collectives import describe_axis
 from dtcp.dispatch.attend import attend_with, check_options
@@ -65,7 +66,12 @@ def attend_dtensors(
     where, cure = "with DTensors cut along the sequence", (
         "give local tensors and keys to dtcp.context_parallel_attention(..., dropout_p=, dropout_keys=), or use 0.0"
     )
-    check_options(query, key, attn_mask, dropout_p, is_causal, where, cure)
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"attn_mask of shape {tuple(attn_mask.shape)} {where}; give it to dtcp.context_parallel_attention(..., "
+            "attn_bias=) with local tensors, or use is_causal"
+        )
+    check_options(query, key, dropout_p, is_causal, where, cure)
     call: Callable[..., Tensor] = _attend_tagged if isinstance(query, LayoutTensor) else _attend_plain
     return call(*tensors, is_causal, scale, enable_gqa)
 
@@ -89,10 +95,10 @@ def attend_in_context(
     enable_gqa: bool,
 ) -> Tensor:
     """Inside ``context_parallel``, which says how the sequence is cut, DTensors may be cut over heads and rows."""
-    names = frame.group_name, frame.strategy, frame.kernel
+    names = frame.group_name, frame.strategy, frame.kernel, frame.attn_mask_queries
     dropout, undone_p = frame.take_dropout(dropout_p)
     return attend_over_group(
-        names, frame.state, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, undone_p
+        names, frame.state, frame.masks, dropout, query, key, value, attn_mask, is_causal, scale, enable_gqa, undone_p
     )
 
 
@@ -100,40 +106,49 @@ class _Settings(NamedTuple):
     group_name: str
     strategy: str
     kernel: str
+    attn_mask_queries: str
     state: Tensor
+    masks: CallMasks
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot compare placements; what it has to guard is read from the frame above
 def attend_over_group(
-    names: tuple[str, str, str],
+    names: tuple[str, str, str, str],
     state: Tensor,
+    masks: tuple[Any, ...],
     dropout: tuple[float, Tensor, int, str] | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *options: Any,
 ) -> Tensor:
-    """``attend_with`` with DTensors: (group_name, strategy, kernel) and the layout come from a context or a plan.
+    """``attend_with`` with DTensors: names, layout and masks come from a context or a plan.
 
     ``options`` are what follows in ``attend_with``; keys of dropout are those of the rows and queries held here.
     """
-    settings, tensors = _Settings(*names, state), (query, key, value)
-    refusal = _refusal(tensors, settings.group_name)
+    tensors = (query, key, value)
+    refusal = _refusal(tensors, names[0])
     if refusal is not None:
         raise refusal
+    call_masks = CallMasks(*masks)
     if dropout is not None:
         dropout = CallDropout(*dropout[:3], _head_axis(query))
+    elif call_masks.mask_mod is not None:
+        call_masks = call_masks._replace(head_axis=_head_axis(query))
     parts = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
-    return _from_part(attend_with(settings, dropout, *parts, *options), tensors)
+    out, _ = attend_with(_Settings(*names, state, call_masks), dropout, *parts, *options)
+    return _from_part(out, tensors)
 
 
 def _head_axis(query: Any) -> str:
-    """The mesh axis over which heads are cut, for dropout, which has to know them; "" if they are not."""
+    """The mesh axis over which heads are cut, for dropout and mask_mod; "" if they are not."""
     mesh = query.device_mesh
     axes = [axis for axis, p in enumerate(query.placements) if p.is_shard(_HEADS) and mesh.size(axis) > 1]
     if len(axes) > 1:
         names = " and ".join(_axis_name(mesh, axis) for axis in axes)
-        raise NotImplementedError(f"dropout_p with heads cut over {len(axes)} mesh axes, {names}; cut them over one")
+        raise NotImplementedError(
+            f"dropout_p or mask_mod with heads cut over {len(axes)} mesh axes, {names}; cut them over one"
+        )
     return describe_axis(mesh, axes[0]) if axes else ""
 
 

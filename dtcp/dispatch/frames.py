@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtcp.attention.calls import CallCounter
 from dtcp.attention.dropout import CallDropout
+from dtcp.attention.scores import NO_MASKS, CallMasks
 from dtcp.dispatch.buffers import LocalBuffers
 from dtcp.dropout_hash import keys_of_place
 from dtcp.layout import SequenceLayout
@@ -25,6 +26,8 @@ class Frame:
     Attributes:
         state: The layout and the number of ``counter``, for the attention op.
         is_plain: Nothing is cut (one rank): calls are torch's own.
+        masks: Of every call, besides what it says itself.
+        attn_mask_queries: Which queries an ``attn_mask`` is of: "local", "global", or "" if nobody said.
         dropout_keys: int64 (B, S_local) of the next call that drops weights; None if nobody told step and rows.
         head_offset: Global index of the first head here.
     """
@@ -37,6 +40,8 @@ class Frame:
     state: Tensor
     is_plain: bool
     buffers: LocalBuffers
+    masks: CallMasks = NO_MASKS
+    attn_mask_queries: str = ""
     dropout_keys: Tensor | None = None
     head_offset: int = 0
 

@@ -1,16 +1,22 @@
-"""Stands in until attention on one rank takes masks: attention under a window and with sinks, S×S scores.
+"""Attention with windows, sinks, soft caps and dropout by given keys: for models, which do not know how they are cut.
 
-Shapes: query (B, H, S, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), sinks (H,).
+Shapes: query (B, Hq, S, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv); S is S_local inside ``context_parallel``.
 """
 
 from __future__ import annotations
 
-import torch
+import dataclasses
+from typing import Any
+
 from torch import Tensor
 
-from dtcp.attention.dropout import tile_dropout
-from dtcp.dispatch.dropped import dropped_attention
+from dtcp.attention.dropout import CallDropout
+from dtcp.attention.masks import checked_masks
+from dtcp.attention.scores import CallMasks
+from dtcp.attention.single import single_rank_attention
+from dtcp.dispatch.attend import attend_with
 from dtcp.dispatch.frames import current
+from dtcp.mask import NO_WINDOW
 
 
 def masked_attention(
@@ -19,42 +25,50 @@ def masked_attention(
     value: Tensor,
     *,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     p: float = 0.0,
     keys: Tensor | None = None,
     head_offset: int = 0,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention over the keys that the mask allows and a sink, (B, H, S, Dv)."""
-    if keys is not None and window_size == (-1, -1) and sinks is None:
-        return dropped_attention(
-            query, key, value, p=p, keys=keys, head_offset=head_offset, is_causal=is_causal, enable_gqa=enable_gqa
+    """Return attention over the whole sequence inside ``context_parallel``, elsewhere over what is here.
+
+    Args:
+        window_size, sinks, softcap: As in ``context_parallel_attention``; what a context says comes on top.
+        p: Probability of dropping a weight, below 1: the same ones on any mesh.
+        keys: int64 (B, S), of this call alone: `AttentionDropout.call_keys`. None drops nothing.
+        head_offset: Global index of the first query head here.
+
+    Raises:
+        ValueError: If the inputs do not fit together, or a context says the same as an argument.
+    """
+    own = checked_masks(
+        is_causal=is_causal, window_size=window_size, sinks=sinks, softcap=softcap, head_offset=head_offset
+    )
+    dropout = None if keys is None or p == 0 else CallDropout(p, keys, head_offset)
+    frame = current.frame
+    if frame is None:
+        return single_rank_attention(
+            query, key, value, dropout, own, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if current.frame is not None:
-        raise NotImplementedError(
-            f"attention with window_size={window_size}{'' if sinks is None else ' and sinks'} is not available inside "
-            "context_parallel yet; use the plan, dtcp.ContextParallel"
-        )
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    group_size = query.size(1) // key.size(1) if enable_gqa else 1
-    key, value = (x.to(dtype).repeat_interleave(group_size, dim=1) for x in (key, value))
-    scores = query.to(dtype) @ key.mT / query.size(-1) ** 0.5
-    queries, key_places = (torch.arange(x.size(2), device=query.device) for x in (query, key))
-    ahead = key_places[None] - queries[:, None]
-    left, right = window_size
-    if is_causal:
-        scores = scores.masked_fill(ahead > 0, float("-inf"))
-    if left >= 0:
-        scores = scores.masked_fill(ahead < -left, float("-inf"))
-    if right >= 0:
-        scores = scores.masked_fill(ahead > right, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(-1)[..., : key.size(2)]
-    if keys is not None and p > 0:
-        heads = range(head_offset, head_offset + query.size(1))
-        mask = tile_dropout(p, keys, heads, torch.arange(key.size(2), device=query.device))
-        weights = torch.where(mask.keep(0, query.size(2), key.size(2)), weights, 0.0) / (1 - p)
-    return (weights @ value).to(query.dtype)
+    settings = dataclasses.replace(frame, masks=together(own, frame.masks))
+    out, _ = attend_with(settings, dropout, query, key, value, None, is_causal, scale, enable_gqa)
+    return out
+
+
+def together(own: CallMasks, around: CallMasks) -> CallMasks:
+    """Return the masks of a call inside a context, or raise ValueError where both say something of one kind."""
+    given = {}
+    for name, mine in own._asdict().items():
+        theirs = getattr(around, name)
+        if name not in ("head_offset", "head_axis") and _is_given(mine) and _is_given(theirs):
+            raise ValueError(f"{name} is given by the module that attends and by the context around it; leave one out")
+        given[name] = mine if _is_given(mine) else theirs
+    return CallMasks(**given)
+
+
+def _is_given(x: Any) -> bool:
+    return isinstance(x, Tensor) or x not in (None, 0.0, NO_WINDOW, "")

@@ -21,6 +21,7 @@ from torch._higher_order_ops.flex_attention import FlexAttentionHOP
 
 from dtcp.dispatch import multihead
 from dtcp.dispatch.attend import attend
+from dtcp.dispatch.flex import redirected_flex
 from dtcp.dispatch.frames import current, is_traced
 from dtcp.dispatch.operators import KEYS, put_refusals, refuse_math, registrations
 from dtcp.dispatch.untraced import untraced
@@ -139,6 +140,7 @@ class _Patches:
         if "torch.nn.attention.flex_attention" in sys.modules:
             flex = sys.modules["torch.nn.attention.flex_attention"]
             self._stack.enter_context(_replaced(flex, "_validate_sdpa_input", _validate_flex))
+            self._stack.enter_context(redirected_flex())
 
 
 _patches = _Patches()
@@ -168,7 +170,8 @@ def _refuse_flex_attention() -> None:
     frame = current.frame
     if frame is not None and not frame.is_plain:
         raise NotImplementedError(
-            "flex_attention inside context_parallel is not available yet; call F.scaled_dot_product_attention"
+            "flex_attention inside context_parallel came by a way that dtcp does not see; import "
+            "torch.nn.attention.flex_attention before the context, or call F.scaled_dot_product_attention"
         )
 
 

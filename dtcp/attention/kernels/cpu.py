@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from dtcp.attention.blocks import Block
 from dtcp.attention.kernels.heads import pad_head_dim, upcast
+from dtcp.attention.scores import TileScores
 
 _aten = torch.ops.aten
 
@@ -13,8 +17,8 @@ _aten = torch.ops.aten
 class CpuFlashKernel:
     """``aten._scaled_dot_product_flash_attention_for_cpu``: float32, float64, bfloat16, float16.
 
-    It takes Hkv < Hq as it is, and strided inputs. It kills the process (SIGFPE) on 0 queries or 0 keys and
-    gives lse 0 to rows that see no key: tiles have neither. Head dims that differ are zero-padded.
+    It takes Hkv < Hq as it is, strided inputs, and a float mask. It kills the process (SIGFPE) on 0 queries or 0 keys:
+    tiles have some. Head dims that differ are zero-padded.
 
     Half precision is computed in float32: the kernel would round each tile's result to half, and with two tiles
     in a row that alone is an error of 1.2 to 1.4 times that of one call (measured; the forward takes the same
@@ -22,18 +26,36 @@ class CpuFlashKernel:
     """
 
     name = "flash"
+    takes_masks = True
 
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         return None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        scores: TileScores | None = None,
     ) -> tuple[Tensor, Tensor]:
-        query, key, padded_value = pad_head_dim(*upcast(query, key, value))
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, padded_value, 0.0, is_causal, scale=scale
-        )
-        return out[..., : value.size(-1)], lse
+        value_dim, (query, key, value) = value.size(-1), pad_head_dim(*upcast(query, key, value))
+        if scores is None:
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, is_causal, scale=scale
+            )
+            return out[..., :value_dim], lse
+        out = query.new_zeros(*query.shape[:3], value.size(-1))
+        lse = query.new_full(query.shape[:3], float("-inf"))
+        for block, mask in _masked_blocks(query, scores):
+            rows, keys = (slice(None), slice(None), block.queries), (slice(None), slice(None), block.keys)
+            out[rows], block_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                query[rows], key[keys], value[keys], 0.0, False, attn_mask=mask, scale=scale
+            )
+            lse[rows] = block_lse if mask is None else _unseen_to_nothing(block_lse, mask)
+        return out[..., :value_dim], lse
 
     def backward(
         self,
@@ -46,10 +68,36 @@ class CpuFlashKernel:
         *,
         is_causal: bool,
         scale: float,
+        scores: TileScores | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = query.size(-1), value.size(-1)
         grad_out, query, key, value, out = pad_head_dim(*upcast(grad_out, query, key, value, out))
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale
-        )
+        if scores is None:
+            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale
+            )
+        else:
+            grads = tuple(torch.zeros_like(x) for x in (query, key, value))
+            for block, mask in _masked_blocks(query, scores):
+                rows, keys = (slice(None), slice(None), block.queries), (slice(None), slice(None), block.keys)
+                parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad_out[rows], query[rows], key[keys], value[keys], out[rows], lse[rows], 0.0, False,
+                    attn_mask=mask, scale=scale,
+                )  # fmt: skip
+                for grad, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                    grad[where] += part
         return grads[0][..., :head_dim], grads[1][..., :head_dim], grads[2][..., :value_dim]
+
+
+def _masked_blocks(query: Tensor, scores: TileScores) -> Iterator[tuple[Block, Tensor | None]]:
+    """(block, what is added to its scores) of those in which some query sees some key."""
+    for block in scores.blocks(holds_scores=False, on_cpu=True):
+        mask = scores.additive(block, query.dtype, query.device)
+        if mask is not None and not bool((mask > float("-inf")).any()):
+            continue
+        yield block, mask
+
+
+def _unseen_to_nothing(lse: Tensor, mask: Tensor) -> Tensor:
+    """The kernel gives out 0 and lse 0 to a query that sees none of the keys: nothing seen is −inf."""
+    return torch.where((mask > float("-inf")).any(-1), lse, float("-inf"))

@@ -34,12 +34,13 @@ class FlashKernel:
     """FlashAttention-2: half precision, head dim up to 256, Hkv < Hq as it is."""
 
     name = "flash"
+    takes_masks = False
 
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         return _half_refusal(query, head_dim, 256, (8, 0))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, scores: None = None
     ) -> tuple[Tensor, Tensor]:
         query, key, padded_value = pad_head_dim(query, key, value, multiple=_HEAD_DIM_MULTIPLE)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
@@ -58,6 +59,7 @@ class FlashKernel:
         *,
         is_causal: bool,
         scale: float,
+        scores: None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, value_dim = query.size(-1), value.size(-1)
         grad_out, query, key, value, out = pad_head_dim(grad_out, query, key, value, out, multiple=_HEAD_DIM_MULTIPLE)
@@ -73,6 +75,7 @@ class EfficientKernel:
     """Memory-efficient attention: float32 and half precision."""
 
     name = "efficient"
+    takes_masks = False
 
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         if query.dtype not in (*_HALF, torch.float32):
@@ -80,7 +83,7 @@ class EfficientKernel:
         return None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, scores: None = None
     ) -> tuple[Tensor, Tensor]:
         value_dim, (query, key, value) = value.size(-1), _even(query, key, value)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
@@ -99,6 +102,7 @@ class EfficientKernel:
         *,
         is_causal: bool,
         scale: float,
+        scores: None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = query.size(-1), value.size(-1), key.size(1)
         query, key, value = _even(query, key, value)
@@ -116,12 +120,13 @@ class CudnnKernel:
     """cuDNN attention: half precision, head dim up to 128."""
 
     name = "cudnn"
+    takes_masks = False
 
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         return _half_refusal(query, head_dim, 128, (8, 0))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, scores: None = None
     ) -> tuple[Tensor, Tensor]:
         value_dim, (query, key, value) = value.size(-1), _even(query, key, value)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
@@ -140,6 +145,7 @@ class CudnnKernel:
         *,
         is_causal: bool,
         scale: float,
+        scores: None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = query.size(-1), value.size(-1), key.size(1)
         query, key, value = _even(query, key, value)

@@ -1,0 +1,99 @@
+"""What has to be equal on every rank of an attention call before anything is exchanged, and what a rank refuses."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from dtcp.attention.arguments import length_error
+from dtcp.attention.call import Call
+from dtcp.attention.masks import check_bias
+from dtcp.attention.scores import probe_mask_mod
+from dtcp.attention.strategies import STRATEGY_NAMES
+from dtcp.collectives import DTYPES
+from dtcp.layout import LAYOUT_NAMES, SequenceLayout
+
+
+def agreement_fields(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, strategy: str, needs_grad: bool
+) -> dict[str, int]:
+    """Return by name what the ranks compare; query, key and value are (B, S, H, D)."""
+    mask, modifiers = call.mask, call.modifiers
+    given = (modifiers.mask_mod, sinks, modifiers.attn_bias, modifiers.alibi_slopes)
+    return {
+        "dtype": DTYPES.index(query.dtype),
+        "batch size": query.size(0),
+        "query heads": query.size(2),
+        "key heads": key.size(2),
+        "head dim": query.size(3),
+        "value head dim": value.size(3),
+        **_layout_fields("query", call.layout),
+        **_layout_fields("key", call.kv_layout),
+        "is_causal": int(mask.is_causal),
+        "window_size, left": mask.window_size[0],
+        "window_size, right": mask.window_size[1],
+        "documents (their hash, 0 for none)": 0 if mask.documents is None else hash(mask.documents),
+        "key_lengths (their checksum, 0 for none)": zlib.crc32(repr(mask.key_lengths).encode())
+        if mask.key_lengths
+        else 0,
+        "which of mask_mod, sinks, attn_bias, alibi_slopes are given (bits)": sum(
+            1 << index for index, x in enumerate(given) if x is not None
+        ),
+        "softcap (its float64 bits)": _bits(modifiers.softcap),
+        "scale (its float64 bits)": _bits(call.scale),
+        "dropout_p (its float64 bits)": _bits(0.0 if call.dropout is None else call.dropout.p),
+        f"strategy ({_choices(STRATEGY_NAMES)})": STRATEGY_NAMES.index(strategy),
+        "requires_grad": int(needs_grad),
+    }
+
+
+def call_refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
+    """Return what only the op can find: in a compiled graph layouts and documents are known when it runs."""
+    layout, kv_layout, mask = call.layout, call.kv_layout, call.mask
+    if layout.cp != call.group.size():
+        return ValueError(f"the layout is for cp={layout.cp} but the group has {call.group.size()} ranks")
+    error = length_error(query.size(1), key.size(1), layout, kv_layout)
+    if error is not None:
+        return error
+    if layout.placed_by is not None and mask.documents is None:
+        return ValueError(
+            "a per_document layout says where documents lie, and the call does not know of them; pass "
+            "documents=layout.documents (set_sequence(model, layout, documents=layout.documents))"
+        )
+    if mask.key_lengths is not None and len(mask.key_lengths) != query.size(0):
+        return ValueError(
+            f"key_lengths must have one length per row, got {len(mask.key_lengths)} for {query.size(0)} rows"
+        )
+    if mask.key_lengths is not None and not all(0 <= length <= kv_layout.seq_len for length in mask.key_lengths):
+        return ValueError(
+            f"key_lengths must be in 0..{kv_layout.seq_len}, the keys of the sequence, got {list(mask.key_lengths)}"
+        )
+    try:
+        if call.modifiers.attn_bias is not None:
+            check_bias(call.modifiers.attn_bias, query.size(0), query.size(2), query.size(1), kv_layout.seq_len)
+        for documents in (mask.documents, layout.placed_by):
+            if documents is not None:
+                documents.check_fits(layout.seq_len, query.size(0))
+        if call.modifiers.mask_mod is not None:
+            probe_mask_mod(call.modifiers.mask_mod, query.device)
+    except ValueError as refusal:
+        return refusal
+    return None
+
+
+def _bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float64).view(torch.int64))
+
+
+def _layout_fields(of: str, layout: SequenceLayout) -> dict[str, int]:
+    return {
+        f"{of} layout ({_choices(LAYOUT_NAMES)})": LAYOUT_NAMES.index(layout.name),
+        f"{of} seq_len": layout.seq_len,
+        f"{of} multiple_of": layout.multiple_of,
+    }
+
+
+def _choices(names: tuple[str, ...]) -> str:
+    return ", ".join(f"{index} {name}" for index, name in enumerate(names))
