@@ -20,11 +20,12 @@ from dtcp.attention.dropout import tile_dropout
 from dtcp.models.attention import ScaledDotProductAttention
 
 
-def attend_densely(model: nn.Module) -> None:
+def attend_densely(model: nn.Module, *, has_documents: bool) -> None:
     """Have the modules of ``model`` that attend do so by `dense_attention`."""
     for module in model.modules():
-        if isinstance(module, ScaledDotProductAttention):
-            module.forward = functools.partial(dense_attention, module)  # type: ignore[method-assign]
+        if isinstance(module, ScaledDotProductAttention) and type(module).forward is ScaledDotProductAttention.forward:
+            attend = functools.partial(dense_attention, module, has_documents=has_documents)
+            module.forward = attend  # type: ignore[method-assign]
 
 
 def dense_attention(
@@ -35,10 +36,13 @@ def dense_attention(
     dropout_keys: Tensor | None = None,
     *,
     sinks: Tensor | None = None,
+    has_documents: bool = False,
 ) -> Tensor:
     """What ``module`` computes: (B, H, S, D), from (B, H, S, D) and keys and values of as many heads or fewer."""
     num_queries, num_keys = query.size(2), key.size(2)
     keys = module.call_keys(dropout_keys, query.transpose(1, 2))
+    if sinks is None and module.window_size == (-1, -1) and not (has_documents and keys is not None):
+        return ScaledDotProductAttention.forward(module, query, key, value, dropout_keys)
     mask = _allowed(module, num_queries, query.device)
     if sinks is not None:
         # A key of zeros has score 0: the sink is what is added to it. Its value is zero.

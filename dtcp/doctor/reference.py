@@ -89,7 +89,7 @@ class Reference:
         """
         self.batch = batch
         self.model = model
-        attend_densely(model)
+        attend_densely(model, has_documents=batch.documents is not None)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if weights[name].shape != parameter.shape:
