@@ -59,7 +59,7 @@ def dense_attention(
         query, key, unit.expand(*key.shape[:2], -1, -1), attn_mask=mask, enable_gqa=enable_gqa
     )
     places = torch.arange(num_keys, device=query.device)
-    kept = tile_dropout(module.p, keys, range(query.size(1)), places).keep(0, num_queries, num_keys)
+    kept = tile_dropout(module.p, keys, range(query.size(1)), places).keep(slice(num_queries), slice(num_keys))
     value = value[:, :, :num_keys].repeat_interleave(query.size(1) // value.size(1), dim=1)
     return torch.where(kept, weights, 0.0) / (1 - module.p) @ value
 
