@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dtcp.parallelize.fsdp import apply_fsdp
     from dtcp.parallelize.gradients import clip_grad_norm_, reduce_gradients
     from dtcp.parallelize.pipeline import Pipeline
+    from dtcp.parallelize.sinks import HeadParallelSinks
     from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
     from dtcp.parallelize.tensor import apply_tensor_parallel, tensor_parallel_plan
     from dtcp.tiles import Tile
@@ -48,6 +49,7 @@ _HOME = {
     "Dropout": "dtcp.dropout",
     "Halo": "dtcp.halo",
     "HeadParallelDropout": "dtcp.parallelize.dropout",
+    "HeadParallelSinks": "dtcp.parallelize.sinks",
     "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
     "Pipeline": "dtcp.parallelize.pipeline",
@@ -87,6 +89,7 @@ __all__ = [
     "Dropout",
     "Halo",
     "HeadParallelDropout",
+    "HeadParallelSinks",
     "ModelWithDropout",
     "ParallelDims",
     "Pipeline",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtcp.models.init import plain_name
-from dtcp.train.batch import Microbatch
+from dtcp.train.batch import Microbatch, Rows, masked_labels
 from dtcp.train.config import compose_job_config
 from dtcp.train.trainer import Trainer
 
@@ -84,10 +84,10 @@ class RecordingTrainer(Trainer):
         self.record_steps = record_steps
         self.gradients: dict[int, dict[str, Tensor]] = {}
 
-    def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        tokens, labels = super().read_rows(step, row_indices)
-        rows, positions = torch.tensor(row_indices)[:, None], torch.arange(labels.size(1))[None]
-        return tokens, labels.masked_fill(self.ignored(rows, positions), -100)
+    def read_rows(self, step: int, row_indices: Sequence[int]) -> Rows:
+        read = super().read_rows(step, row_indices)
+        rows, positions = torch.tensor(row_indices)[:, None], torch.arange(read.labels.size(1))[None]
+        return masked_labels(read, self.ignored(rows, positions))
 
     def compute_gradients(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
         result = super().compute_gradients(microbatches)

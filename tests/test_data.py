@@ -162,11 +162,12 @@ def test_documents_are_known_from_files_not_from_token_values(tmp_path: Path) ->
         (tmp_path / f"{name}.txt").write_text(text)
     dataset = text_dataset([tmp_path / "*.txt"], seq_len=10)
     assert dataset.end_of_document == 256
-    batch = dataset.batch(0, [0], 1, documents=True)
+    batch = dataset.batch(0, [0], 1)
     assert batch["tokens"].tolist() == [[97, 98, 99, 256, 100, 256, 101, 102, 103, 104]]
     assert batch["labels"].tolist() == [[98, 99, 256, 100, 256, 101, 102, 103, 104, 256]]
-    assert batch["documents"].tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
-    assert batch["documents"].dtype == torch.int64
+    assert batch.keys() == {"tokens", "labels"}
+    assert dataset.document_ids(0, 0, 1).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]
+    assert dataset.document_ids(0, 0, 1).dtype == torch.int64
 
 
 def test_documents_of_a_row_count_from_zero(tmp_path: Path) -> None:
@@ -378,3 +379,81 @@ def test_rows_outside_the_global_batch_are_refused() -> None:
         dataset.row(-1, 0, 4)
     with pytest.raises(ValueError, match="at least one row"):
         dataset.batch(0, [], 4)
+
+
+# ---- packed documents ------------------------------------------------------------------------------------------------
+
+
+def packed_dataset(lengths: list[int], seq_len: int, **options: object) -> TextDataset:
+    """Token i is i; documents have ``lengths`` tokens, the end-of-document ones among them."""
+    starts = np.cumsum([0, *lengths[:-1]]).astype(np.int64)
+    corpus = Corpus("counting", np.arange(sum(lengths), dtype=np.int32), starts)
+    options = {"validation_fraction": 0.0, "pack_documents": True, **options}
+    return TextDataset(corpus, ByteTokenizer(), seq_len=seq_len, **options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=4, max_size=30),
+    seq_len=st.integers(1, 9),
+    batch=st.integers(1, 3),
+    step=st.integers(0, 20),
+    reset=st.booleans(),
+)
+def test_packed_rows_say_where_documents_lie(
+    lengths: list[int], seq_len: int, batch: int, step: int, reset: bool
+) -> None:
+    assume(sum(lengths) > seq_len)
+    dataset = packed_dataset(lengths, seq_len, reset_positions=reset)
+    read = dataset.batch(step, range(batch), batch)
+    of_token = np.repeat(np.arange(len(lengths)), lengths)
+    for row in range(batch):
+        tokens, labels, positions = (read[name][row].tolist() for name in ("tokens", "labels", "positions"))
+        plain = dataset.row(step, row, batch).tolist()
+        assert tokens == plain[:-1]  # packing changes no token
+        ids = torch.atleast_2d(read["documents"].ids)[row].tolist()
+        for i, token in enumerate(tokens):
+            same = i > 0 and of_token[tokens[i - 1]] == of_token[token]
+            assert ids[i] == (0 if i == 0 else ids[i - 1] + (not same))
+            assert positions[i] == (i if not reset else positions[i - 1] + 1 if same else 0)
+            assert labels[i] == (plain[i + 1] if of_token[token] == of_token[plain[i + 1]] else -100)
+
+
+def test_a_document_that_is_cut_keeps_all_of_its_labels() -> None:
+    dataset = packed_dataset([4, 20], 8)
+    batches = [dataset.batch(0, [row], 2) for row in range(2)]
+    by_first = {int(batch["tokens"][0, 0]): batch for batch in batches}
+    assert by_first[0]["labels"].tolist() == [[1, 2, 3, -100, 5, 6, 7, 8]]
+    assert by_first[8]["labels"].tolist() == [[9, 10, 11, 12, 13, 14, 15, 16]]
+    assert by_first[0]["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert by_first[8]["positions"].tolist() == [list(range(8))]  # what was cut off begins anew
+
+
+def test_packed_rows_are_the_same_on_any_mesh_and_after_a_resume() -> None:
+    dataset, fresh = (packed_dataset([5, 1, 17, 2, 30, 9] * 8, 7) for _ in range(2))
+    dataset.batch(3, range(4), 4)
+    whole = fresh.batch(9, range(4), 4)
+    for row in range(4):
+        part = dataset.batch(9, [row], 4)
+        assert part["documents"] == whole["documents"].select_rows([row])
+        assert all(torch.equal(part[name][0], whole[name][row]) for name in ("tokens", "labels", "positions"))
+
+
+def test_validation_is_packed_like_training() -> None:
+    validation = packed_dataset([5] * 40, 8, validation_fraction=0.2).with_split("validation")
+    assert validation.batch(0, [0], 1)["documents"].max_len <= 5
+
+
+def test_a_checkpoint_of_unpacked_rows_is_not_gone_on_from_with_packed_ones() -> None:
+    packed, plain = packed_dataset([50, 50], 4), packed_dataset([50, 50], 4, pack_documents=False)
+    with pytest.raises(ValueError, match="pack_documents was None and is True; reset_positions was None and is True"):
+        packed.load_state_dict(plain.state_dict())
+    packed.load_state_dict(packed.state_dict())
+    assert "pack_documents" not in plain.state_dict()
+
+
+def test_restarting_positions_without_packing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got data.pack_documents=false.*set data.pack_documents=true"):
+        DataConfig(reset_positions=True)
+    with pytest.raises(ValueError, match="set data.pack_documents=true"):
+        packed_dataset([50, 50], 4, pack_documents=False, reset_positions=True)

@@ -28,6 +28,9 @@ from ranks import Ranks
 TESTS = Path(__file__).resolve().parent
 GPT = "model=gpt_tiny model.num_layers=2 model.dim=64 doctor.seq_len=61"
 LLAMA = "model=llama_tiny model.num_layers=2 model.dim=64 model.ffn_dim=96 doctor.seq_len=61"
+MASKED = (
+    "model=llama_tiny_window model.num_layers=2 model.dim=64 model.ffn_dim=96 model.window_size=9 doctor.seq_len=61"
+)
 OWN = "doctor.model=doctor_models:make doctor.context_plan=doctor_models:CONTEXT_PLAN"
 BFLOAT16 = "training.param_dtype=bfloat16"
 
@@ -77,6 +80,49 @@ def test_a_right_configuration_is_right(ranks: Ranks, world: int, overrides: str
         assert not report.hints and "RIGHT" in str(report)
 
 
+def short_documents(folder: Path) -> str:
+    """Overrides for rows that hold several documents each."""
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_text("abcdefghij " * (1 + number * number % 5))
+    return f"data=text data.paths=[{folder}/*.txt] data.validation_fraction=0 data.pack_documents=true"
+
+
+PACKED = [
+    (2, f"{MASKED} mesh.cp=2 attention.layout=per_document training.local_batch_size=1"),
+    (2, f"{MASKED} mesh.cp=2 doctor.door=context model.attention_dropout=0.1"),
+    (4, f"{MASKED} mesh.cp=2 mesh.tp=2 attention.layout=per_document model.attention_dropout=0.1"),
+    (4, f"{MASKED} mesh.pp=2 mesh.cp=2 training.local_batch_size=1"),
+    (2, f"{MASKED} mesh.tp=2 {BFLOAT16}"),
+    (1, f"{MASKED} doctor.door=context"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "overrides"), PACKED)
+def test_packed_documents_windows_and_sinks_are_right(ranks: Ranks, tmp_path: Path, world: int, overrides: str):
+    for report in ranks.run(world, run_doctor, f"{overrides} {short_documents(tmp_path)}", timeout=600):
+        assert report.exit_code == 0, str(report)
+
+
+@contextlib.contextmanager
+def documents_not_told() -> Iterator[None]:
+    """Attention takes a row for one text."""
+    from dtcp.parallelize.context import set_sequence
+
+    def tell(model: nn.Module, layout: Any, documents: Any = None) -> None:
+        set_sequence(model, layout, documents=dtcp.Documents.from_lengths([layout.seq_len]))
+
+    with mock.patch("dtcp.train.trainer.set_sequence", tell):
+        yield
+
+
+@pytest.mark.slow
+def test_documents_that_attention_is_not_told_are_named(ranks: Ranks, tmp_path: Path):
+    overrides = f"{MASKED} mesh.cp=2 {short_documents(tmp_path)}"
+    report = ranks.run(2, run_doctor, overrides, documents_not_told)[0]
+    assert report.exit_code == 1 and "attention sees the tokens of other documents" in str(report), str(report)
+
+
 def test_what_is_measured_beside_the_numbers(ranks: Ranks):
     report = ranks.run(2, run_doctor, f"{GPT} mesh.cp=2 attention.layout=contiguous")[0]
     # 61 tokens in parts of 31 and 30; the pad of rank 1 attends to nothing.
@@ -117,7 +163,7 @@ def changed_cut(**changes: Callable[[Any], torch.Tensor]) -> contextlib.Abstract
         microbatch = cut(*args, **options)
         return dataclasses.replace(microbatch, **{name: change(microbatch) for name, change in changes.items()})
 
-    return mock.patch("dtcp.train.trainer.cut", changed)
+    return mock.patch("dtcp.train.batch.cut", changed)
 
 
 def labels_after_cut() -> contextlib.AbstractContextManager[Any]:

@@ -107,7 +107,8 @@ def test_held_out_rows_come_once_and_never_in_training(num_tokens, seq_len, frac
     evaluation = Evaluation(EvaluationConfig(1, batches), training, global_batch_size)
     seen: list[int] = []
     for batch in range(evaluation.num_batches):
-        tokens, labels = evaluation.read_rows(batch, range(global_batch_size))
+        rows = evaluation.read_rows(batch, range(global_batch_size))
+        tokens, labels = rows.tokens, rows.labels
         counted = labels[:, 0] != -100
         assert ((labels != -100) == counted[:, None]).all()
         assert (labels == tokens + 1)[counted].all()

@@ -153,15 +153,15 @@ def gradients_not_reduced_over_cp() -> Iterator[None]:
 @contextmanager
 def labels_shifted_after_the_cut() -> Iterator[None]:
     """The label of a slot is the token of the next slot on the same rank."""
-    from dtcp.train import trainer
+    from dtcp.train import batch
 
-    def wrong_cut(tokens, labels, row_indices, *, mesh, layout):
-        microbatch = right(tokens, labels, row_indices, mesh=mesh, layout=layout)
+    def wrong_cut(rows, row_indices, *, mesh, layout):
+        microbatch = right(rows, row_indices, mesh=mesh, layout=layout)
         shifted = torch.nn.functional.pad(microbatch.tokens[:, 1:], (0, 1), value=-100)
         return dataclasses.replace(microbatch, labels=shifted.masked_fill(microbatch.labels == -100, -100))
 
-    right = trainer.cut
-    with mock.patch.object(trainer, "cut", wrong_cut):
+    right = batch.cut
+    with mock.patch.object(batch, "cut", wrong_cut):
         yield
 
 

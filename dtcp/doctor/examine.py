@@ -199,7 +199,7 @@ class _Examination:
         report.traffic = [most[key] for key in sorted(most)]
         report.kept_bytes = largest([one.kept_bytes for one in recordings])
         report.attention_calls = largest([one.attention_calls for one in recordings])
-        report.pairs = subject.layout.attended_pairs(is_causal=True)
+        report.pairs = subject.layout_of_all_rows.attended_pairs(is_causal=True, documents=subject.documents)
         self._compare_attention_calls(subject)
 
     def _compare_attention_calls(self, subject: Subject) -> None:

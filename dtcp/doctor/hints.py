@@ -147,10 +147,17 @@ def _some(names: Sequence[str], right: Outcome) -> str:
 def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
     """Yield the known faults that a job on this mesh can have, the likeliest first."""
     batch = reference.batch
-    parts = owners(subject.layout, batch.tokens.device)
+    layout = subject.layout_of_all_rows
+    parts = owners(layout, batch.tokens.device)
     yield from _wrong_means(subject, batch.labels, parts)
+    if batch.documents is not None:
+        yield Fault(
+            "attention sees the tokens of other documents: it is not told where documents lie; give documents= to "
+            "set_sequence, for each microbatch its own, or to context_parallel",
+            crosses_documents=True,
+        )
     if subject.dims.cp > 1:
-        shifted = _labels_shifted_after_cut(subject.layout, batch.tokens)
+        shifted = _labels_shifted_after_cut(layout, batch.tokens)
         for labels in (shifted, shifted.masked_fill(batch.labels == IGNORED, IGNORED)):
             yield Fault(
                 "labels are shifted after the cut: the last token of a rank's run gets the first of its next, or none; "
@@ -160,7 +167,7 @@ def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
         yield Fault(
             "positions are local: every rank counts its tokens from 0, in RoPE or in the position table; "
             + _GIVE_POSITIONS,
-            positions=_local_positions(subject.layout, batch.positions),
+            positions=_local_positions(layout, batch.positions),
         )
         calls = sum(reference.count_attention_calls(subject.named_blocks(reference.model)).values())
         for layer in range(calls):
@@ -175,18 +182,17 @@ def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
 
 
 def _held(layout: SequenceLayout, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the slots of each cp rank that hold tokens, and these tokens, int64."""
+    """Yield the slots of each cp rank that hold tokens, int64 (n,), and these tokens, (1, n) or (G, n) by row."""
     for rank in range(layout.cp):
-        positions = layout.positions(rank)
-        slots = (positions < layout.seq_len).nonzero()[:, 0]
-        yield slots.to(device), positions[slots].to(device)
+        slots = torch.arange(layout.num_valid(rank))
+        yield slots.to(device), torch.atleast_2d(layout.positions(rank))[:, slots].to(device)
 
 
 def owners(layout: SequenceLayout, device: torch.device) -> Tensor:
-    """Return the cp rank of each token, int64 (S,)."""
-    owner = torch.empty(layout.seq_len, dtype=torch.int64, device=device)
+    """Return the cp rank of each token, int64 (1, S), or (G, S) where rows differ."""
+    owner = torch.empty(layout.num_rows, layout.seq_len, dtype=torch.int64, device=device)
     for rank, (_, tokens) in enumerate(_held(layout, device)):
-        owner[tokens] = rank
+        owner.scatter_(1, tokens, rank)
     return owner
 
 
@@ -199,7 +205,7 @@ def _wrong_means(subject: Subject, labels: Tensor, parts: Tensor) -> Iterator[Fa
             rows[list(indices)] = reader
             microbatch[list(indices)] = number
     is_valid = labels != IGNORED
-    by_rank = rows[:, None].to(labels.device) * subject.dims.cp + parts[None]
+    by_rank = rows[:, None].to(labels.device) * subject.dims.cp + parts
     by_both = by_rank * int(microbatch.max() + 1) + microbatch[:, None].to(labels.device)
     for what, group in (
         ("each rank", by_rank),
@@ -221,20 +227,21 @@ def _labels_shifted_after_cut(layout: SequenceLayout, tokens: Tensor) -> Tensor:
     """What a rank gets that takes the next of its own tokens as the target of each."""
     shifted = torch.full_like(tokens, IGNORED)
     for _, held in _held(layout, tokens.device):
-        shifted[:, held[:-1]] = tokens[:, held[1:]]
+        held = held.expand(tokens.size(0), -1)
+        shifted.scatter_(1, held[:, :-1], tokens.gather(1, held[:, 1:]))
     return shifted
 
 
 def _local_positions(layout: SequenceLayout, positions: Tensor) -> Tensor:
     local = positions.clone()
     for slots, held in _held(layout, positions.device):
-        local[:, held] = slots
+        local.scatter_(1, held.expand(local.size(0), -1), slots.expand(local.size(0), -1))
     return local
 
 
 def _ignores_positions(subject: Subject, reference: Reference) -> bool:
     """Whether other positions change nothing at all: then a model that needs some makes its own."""
-    other = reference.run(Fault("", positions=_local_positions(subject.layout, reference.batch.positions)))
+    other = reference.run(Fault("", positions=_local_positions(subject.layout_of_all_rows, reference.batch.positions)))
     return other.loss == reference.outcome.loss
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtcp.doctor.dense import Within, attend_densely, confined
+
 IGNORED = -100
 
 
@@ -29,6 +31,7 @@ class Batch:
     labels: Tensor  # int64 (G, S)
     positions: Tensor  # int64 (G, S)
     more: Mapping[str, Tensor]  # what else the model takes, by rows
+    documents: Tensor | None = None  # int64 (G, S), of each token; None: a row is one text
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,10 @@ class Fault:
         hint: What the fault is, and the cure.
         token_weights: Of each token's loss, (G, S); None: one divided by all valid tokens.
         tokens, labels, positions: Instead of the batch's.
-        parts: Which rank holds each token, (S,); attention number ``layer`` sees tokens of the same part only.
+        parts: Which rank holds each token, (1, S) or (G, S); attention number ``layer`` sees tokens of the same part
+            only.
         scaled: Biases that are added ``factor`` times.
+        crosses_documents: Attention sees the tokens of other documents.
     """
 
     hint: str
@@ -65,6 +70,7 @@ class Fault:
     layer: int = -1
     scaled: frozenset[str] = frozenset()
     factor: float = 1.0
+    crosses_documents: bool = False
 
 
 RIGHT = Fault("")
@@ -83,6 +89,7 @@ class Reference:
         """
         self.batch = batch
         self.model = model
+        attend_densely(model, has_documents=batch.documents is not None)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if weights[name].shape != parameter.shape:
@@ -149,7 +156,7 @@ class Reference:
         tokens = self.batch.tokens[:1]
         changed = tokens.clone()
         changed[0, 0] = (tokens[0, 0] + 1) % (int(tokens.max()) + 1)
-        parts = torch.arange(tokens.size(1), device=tokens.device)
+        parts = torch.arange(tokens.size(1), device=tokens.device)[None]
         with _AttentionMode(parts, EVERY):
             before = self._forward(slice(0, 1), RIGHT)
         with _AttentionMode(parts, EVERY):
@@ -174,7 +181,8 @@ class Reference:
         return counts
 
     def _loss_of_row(self, row: slice, labels: Tensor, weights: Tensor, fault: Fault) -> Tensor:
-        with _AttentionMode(fault.parts, fault.layer):
+        parts = fault.parts
+        with _AttentionMode(parts if parts is None or parts.size(0) == 1 else parts[row], fault.layer):
             logits = self._forward(row, fault)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits.flatten(0, 1), labels[row].flatten(), ignore_index=IGNORED, reduction="none")
@@ -185,6 +193,12 @@ class Reference:
         positions = batch.positions if fault.positions is None else fault.positions
         tokens = (batch.tokens if fault.tokens is None else fault.tokens)[row]
         inputs = {"positions": positions[row]} | {name: value[row] for name, value in batch.more.items()}
+        if batch.documents is None or fault.crosses_documents:
+            return self._call(tokens, inputs, fault)
+        with Within(batch.documents[row]):
+            return self._call(tokens, inputs, fault)
+
+    def _call(self, tokens: Tensor, inputs: dict[str, Tensor], fault: Fault) -> Tensor:
         if not fault.scaled:
             return check_logits(self.model(tokens, **inputs), tokens)
         scaled = {
@@ -238,8 +252,5 @@ class _AttentionMode(TorchFunctionMode):
             number = len(self.callers)
             self.callers.append(self._block)
             if self.parts is not None and self.layer in (number, EVERY):
-                allowed = self.parts[:, None] == self.parts[None]
-                if kwargs.pop("is_causal", False):
-                    allowed = allowed.tril()
-                kwargs["attn_mask"] = allowed
+                kwargs = confined(self.parts, args[1].size(-2), kwargs)
         return func(*args, **kwargs)

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 import dtcp
 from dtcp.doctor.config import DoctorJobConfig, Door, load, load_function, small_job
-from dtcp.doctor.reference import IGNORED, Batch, check_logits
+from dtcp.doctor.reference import Batch, check_logits
+from dtcp.documents import Documents
 from dtcp.dropout import Dropout
 from dtcp.dtensor import is_dtensor
+from dtcp.layout import SequenceLayout
 from dtcp.models import build_model
 from dtcp.models.init import Init, assign, draw, plain_name
 from dtcp.parallelize.blocks import named_blocks
 from dtcp.parallelize.gradients import clip_grad_norm_
-from dtcp.train.batch import Microbatch, deal_microbatches
+from dtcp.train.batch import Microbatch, Rows, deal_microbatches, layout_of, masked_labels
 from dtcp.train.config import to_model_config
 from dtcp.train.parallel import cut_model
 from dtcp.train.session import agreed
@@ -47,13 +49,13 @@ class Subject(Trainer):
         if config.model.weights is None:
             self._disturb()
 
-    def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def read_rows(self, step: int, row_indices: Sequence[int]) -> Rows:
         """Real rows; of their labels more are ignored in some rows and places than in others, so that parts differ."""
-        tokens, labels = super().read_rows(step, row_indices)
-        rows, positions = torch.tensor(list(row_indices))[:, None], torch.arange(labels.size(1))[None]
+        read = super().read_rows(step, row_indices)
+        rows, positions = torch.tensor(list(row_indices))[:, None], torch.arange(read.labels.size(1))[None]
         ignored = (rows * 31 + positions * 17) % 7 < 1 + rows % 3
-        ignored |= (positions >= labels.size(1) * 3 // 4) & (rows % 2 == 0)
-        return tokens, labels.masked_fill(ignored & (positions > 0), IGNORED)
+        ignored |= (positions >= read.labels.size(1) * 3 // 4) & (rows % 2 == 0)
+        return masked_labels(read, ignored & (positions > 0))
 
     def make_whole_model(self) -> nn.Module:
         """Return the uncut model, its weights still to be set, on this rank's device.
@@ -73,12 +75,26 @@ class Subject(Trainer):
 
     def whole_batch(self) -> Batch:
         """Return all rows of the step, uncut."""
-        rows = range(self.config.training.global_batch_size)
-        tokens, labels = (x.to(self.device) for x in self.read_rows(self.step, rows))
-        positions = torch.arange(tokens.size(1), device=self.device).expand_as(tokens)
-        microbatch = Microbatch(tokens, labels, positions, rows)
+        indices = range(self.config.training.global_batch_size)
+        rows = self.read_rows(self.step, indices).to(self.device)
+        places = torch.arange(rows.tokens.size(1), device=self.device).expand_as(rows.tokens)
+        positions = places if rows.positions is None else rows.positions
+        microbatch = Microbatch(rows.tokens, rows.labels, positions, places, indices, self.layout, rows.documents)
         more = {name: x for name, x in self.inputs(microbatch).items() if name != "positions"}
-        return Batch(tokens, labels, positions, more)
+        documents = None
+        if rows.documents is not None:
+            documents = torch.atleast_2d(rows.documents.ids).to(self.device)
+        return Batch(rows.tokens, rows.labels, positions, more, documents)
+
+    @property
+    def documents(self) -> Documents | None:
+        """Of all rows of the step, if they are packed."""
+        return self.read_rows(self.step, range(self.config.training.global_batch_size)).documents
+
+    @property
+    def layout_of_all_rows(self) -> SequenceLayout:
+        """Who holds which tokens of which row of the step."""
+        return layout_of(self.config, self.dims, self.layout.seq_len, self.documents)
 
     @property
     def takes_dropout_keys(self) -> bool:
@@ -113,10 +129,10 @@ class Subject(Trainer):
                     found.append(plain_name(name).removesuffix(".weight"))
         return found
 
-    def tell_sequence(self) -> None:
+    def tell_sequence(self, microbatch: Microbatch) -> None:
         """As the trainer, where a plan has to be told."""
         if self.options.door is Door.plan:
-            super().tell_sequence()
+            super().tell_sequence(microbatch)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Logits, as what they have to be."""
@@ -124,14 +140,15 @@ class Subject(Trainer):
 
     def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
         """As the trainer, by the door that is examined."""
-        if self.options.door is Door.plan or self.dims.cp == 1:
+        if self.options.door is Door.plan or (self.dims.cp == 1 and microbatch.documents is None):
             return super().loss(microbatch, num_valid_tokens)
-        attention = self.config.attention
+        attention, layout = self.config.attention, microbatch.layout
         with dtcp.context_parallel(
             self.dims.view("cp"),
-            seq_len=self.layout.seq_len,
-            layout=self.layout.name,
-            multiple_of=self.layout.multiple_of,
+            seq_len=layout.seq_len,
+            layout=layout.name,
+            multiple_of=layout.multiple_of,
+            documents=microbatch.documents,
             strategy=attention.strategy,
             kernel=attention.kernel,
         ):

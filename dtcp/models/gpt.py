@@ -7,12 +7,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtcp.dropout import Dropout, ModelWithDropout, name_dropouts
 from dtcp.models.attention import ScaledDotProductAttention
-from dtcp.models.config import check_divides, check_fraction, check_positive, training_flops_per_token
+from dtcp.models.config import (
+    check_divides,
+    check_fraction,
+    check_positive,
+    check_window,
+    training_flops_per_token,
+    window_of_layer,
+)
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Init, initialize
 from dtcp.models.inputs import check_position_range, check_tokens, is_residual_stream, position_error, resolve_positions
@@ -37,6 +45,10 @@ class GPTConfig:
         tie_weights: The head uses the token embedding's weight.
         init_std: Standard deviation of the initial weights; residual outputs have it divided by ``sqrt(2 num_layers)``.
         qk_init_scale: Extra factor on the initial query and key weights; above 1 attention starts peaked.
+        window_size: Tokens that a token sees, itself and the last ones before it; None: all before it.
+        full_attention_every: With a window, each n-th layer has none: 2 as GPT-OSS, 6 as Gemma 3; 0: no layer.
+        sinks: Every query head of every layer has a learned logit that takes part in the softmax and has no value, so
+            that a head may attend to nothing (Xiao et al. 2023, arXiv:2309.17453; as in GPT-OSS).
     """
 
     vocab_size: int
@@ -51,6 +63,9 @@ class GPTConfig:
     tie_weights: bool = True
     init_std: float = 0.02
     qk_init_scale: float = 1.0
+    window_size: int | None = None
+    full_attention_every: int = 0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_positive(
@@ -62,6 +77,7 @@ class GPTConfig:
             ffn_dim=self.hidden_dim,
         )
         check_divides("num_heads", self.num_heads, "dim", self.dim)
+        check_window(self.window_size, self.full_attention_every)
         check_fraction(dropout=self.dropout, attention_dropout=self.attention_dropout)
 
     @property
@@ -83,18 +99,30 @@ class GPTConfig:
     def num_parameters(self) -> int:
         """Parameters, a tied head counted once."""
         lookups = self.max_seq_len * self.dim + (0 if self.tie_weights else self.vocab_size * self.dim)
-        return self.num_matmul_parameters + lookups
+        sinks = self.num_layers * self.num_heads if self.sinks else 0
+        return self.num_matmul_parameters + lookups + sinks
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Parameters that multiply activations: all but the embedding lookups; the head counts, tied or not."""
+        """Parameters that multiply activations: all but embedding lookups and sinks; the head counts, tied or not."""
         attention = 4 * self.dim * (self.dim + 1)
         feed_forward = 2 * self.dim * self.hidden_dim + self.hidden_dim + self.dim
         return self.num_layers * (attention + feed_forward + 4 * self.dim) + 2 * self.dim + self.vocab_size * self.dim
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward operations per token; the formula is `training_flops_per_token`'s."""
-        return training_flops_per_token(self.num_matmul_parameters, self.num_layers, self.dim, seq_len)
+        return training_flops_per_token(
+            self.num_matmul_parameters,
+            self.num_layers,
+            self.dim,
+            seq_len,
+            window_size=self.window_size,
+            full_attention_every=self.full_attention_every,
+        )
+
+    def window_of(self, layer: int) -> tuple[int, int]:
+        """The window (left, right) of a layer, from 0; (-1, -1) is none."""
+        return window_of_layer(layer, self.window_size, self.full_attention_every)
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raise ``ValueError`` if a global sequence of ``seq_len`` tokens has no position embedding."""
@@ -106,14 +134,15 @@ class GPTConfig:
 class GPTAttention(nn.Module):
     """Projections around the attention call."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.query = nn.Linear(config.dim, config.dim)
         self.key = nn.Linear(config.dim, config.dim)
         self.value = nn.Linear(config.dim, config.dim)
         self.output = nn.Linear(config.dim, config.dim)
-        self.sdpa = ScaledDotProductAttention(config.attention_dropout)
+        self.sdpa = ScaledDotProductAttention(config.attention_dropout, window_size=config.window_of(layer))
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, *dropout_keys: Tensor | None) -> Tensor:
         """(B, S, dim) to (B, S, dim); keys are (B, S), and given only where attention weights are dropped."""
@@ -122,7 +151,9 @@ class GPTAttention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        return self.output(self.sdpa(query, key, value, *dropout_keys).transpose(1, 2).flatten(2))
+        # Not otherwise: whoever puts an attention of their own there need not know of sinks.
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return self.output(self.sdpa(query, key, value, *dropout_keys, **sinks).transpose(1, 2).flatten(2))
 
 
 class GPTFeedForward(nn.Module):
@@ -141,10 +172,10 @@ class GPTFeedForward(nn.Module):
 class GPTBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim, config.norm_eps)
-        self.attention = GPTAttention(config)
+        self.attention = GPTAttention(config, layer)
         self.drops_weights = config.attention_dropout > 0
         self.attention_residual_dropout = Dropout(config.dropout)
         self.feed_forward_norm = nn.LayerNorm(config.dim, config.norm_eps)
@@ -172,7 +203,7 @@ class GPT(ModelWithDropout):
         self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position_embedding = nn.Embedding(config.max_seq_len, config.dim)
         self.embedding_dropout = Dropout(config.dropout)
-        self.layers = nn.ModuleDict({str(i): GPTBlock(config) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): GPTBlock(config, i) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = nn.LayerNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
         name_dropouts(self)
@@ -242,7 +273,7 @@ class GPT(ModelWithDropout):
         match module, kind:
             case (("attention_norm" | "feed_forward_norm" | "final_norm"), "weight"):
                 return Init(mean=1.0)
-            case _, "bias":
+            case _, ("bias" | "sinks"):
                 return Init()
             case (("query" | "key"), _):
                 return Init(std=std * self.config.qk_init_scale)

@@ -1,5 +1,8 @@
 """Weights of a Llama as Hugging Face has them: safetensors files with its names, and ``config.json``.
 
+Hugging Face's Llama has no windows and no sinks: one that has is written as another ``model_type``, which transformers
+refuses by name instead of leaving them out. Names and keys are those of its GPT-OSS.
+
 No tensor changes on the way: both pair rotary dims d and d + D/2, and both keep linear weights as (out, in). No
 parallel code: a sharded parameter is asked for its whole value, or keeps its part of one.
 """
@@ -57,6 +60,13 @@ _SCALING_FIELDS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_seq_len": "original_max_position_embeddings",
 }
+# What is written beside, where a model has any of it; other keys of a Llama's own ``config.json`` mean nothing.
+_MASKED_FIELDS = {
+    "window_size": "sliding_window",
+    "full_attention_every": "full_attention_every",
+    "sinks": "attention_sinks",
+}
+_MASKED_MODEL_TYPE = "dtcp_llama"
 # What Hugging Face's Llama can be and ours is not: the only value that means the same.
 _ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 
@@ -65,6 +75,8 @@ def hf_name(name: str) -> str:
     """Return Hugging Face's name of the parameter called ``name``."""
     if name in _OUTSIDE_BLOCKS:
         return _OUTSIDE_BLOCKS[name]
+    if match := re.fullmatch(r"layers\.(\d+)\.attention\.sinks", name):
+        return f"model.layers.{match[1]}.self_attn.sinks"
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     assert match and match[2] in _IN_BLOCK, name
     return f"model.layers.{match[1]}.{_IN_BLOCK[match[2]]}.weight"
@@ -100,6 +112,20 @@ def to_hf_config(config: LlamaConfig | GPTConfig, *, max_seq_len: int, dtype: to
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
+        **_masked_content(config),
+    }
+
+
+def _masked_content(config: LlamaConfig) -> dict[str, Any]:
+    """What ``config.json`` says of windows and sinks; nothing without."""
+    if config.window_size is None and not config.sinks:
+        return {}
+    windows = [config.window_of(layer)[0] for layer in range(config.num_layers)]
+    return {
+        "model_type": _MASKED_MODEL_TYPE,
+        "architectures": ["DtcpLlama"],
+        "layer_types": ["full_attention" if left < 0 else "sliding_attention" for left in windows],
+        **{theirs: getattr(config, ours) for ours, theirs in _MASKED_FIELDS.items()},
     }
 
 
@@ -109,6 +135,10 @@ def from_hf_config(content: dict[str, Any]) -> LlamaConfig:
     Raises:
         ValueError: If a key is missing, or asks for what our Llama is not; names key, value and what is allowed.
     """
+    masked: dict[str, Any] = {}
+    if content.get("model_type") == _MASKED_MODEL_TYPE:
+        masked = {ours: content[theirs] for ours, theirs in _MASKED_FIELDS.items() if theirs in content}
+        content = {**content, "model_type": "llama"}
     for key, only in _ONLY.items():
         if content.get(key, only) != only or (key == "model_type" and key not in content):
             raise ValueError(f"{CONFIG_FILE} has {key}={content.get(key)!r}; only {key}={only!r} can be read")
@@ -120,7 +150,7 @@ def from_hf_config(content: dict[str, Any]) -> LlamaConfig:
     theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
     scaling = _rope_scaling(rope or content.get("rope_scaling") or {})
     values = {ours: content[theirs] for ours, theirs in _FIELDS.items()}
-    config = LlamaConfig(**values, rope_theta=float(theta), rope_scaling=scaling)
+    config = LlamaConfig(**values, rope_theta=float(theta), rope_scaling=scaling, **masked)
     if content.get("head_dim") not in (None, config.head_dim):
         raise ValueError(
             f"{CONFIG_FILE} has head_dim={content['head_dim']}; only hidden_size / num_attention_heads = "

@@ -7,12 +7,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtcp.dropout import ModelWithDropout, name_dropouts
 from dtcp.models.attention import ScaledDotProductAttention
-from dtcp.models.config import check_divides, check_fraction, check_positive, training_flops_per_token
+from dtcp.models.config import (
+    check_divides,
+    check_fraction,
+    check_positive,
+    check_window,
+    training_flops_per_token,
+    window_of_layer,
+)
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Init, initialize
 from dtcp.models.inputs import check_tokens, is_residual_stream, resolve_positions
@@ -38,6 +46,10 @@ class LlamaConfig:
         tie_weights: The head uses the token embedding's weight.
         init_std: Standard deviation of the initial weights, truncated at 3; residual outputs are scaled by depth.
         qk_init_scale: Extra factor on the initial query and key weights; above 1 attention starts peaked.
+        window_size: Tokens that a token sees, itself and the last ones before it; None: all before it.
+        full_attention_every: With a window, each n-th layer has none: 2 as GPT-OSS, 6 as Gemma 3; 0: no layer.
+        sinks: Every query head of every layer has a learned logit that takes part in the softmax and has no value, so
+            that a head may attend to nothing (Xiao et al. 2023, arXiv:2309.17453; as in GPT-OSS).
     """
 
     vocab_size: int
@@ -53,6 +65,9 @@ class LlamaConfig:
     tie_weights: bool = False
     init_std: float = 0.02
     qk_init_scale: float = 1.0
+    window_size: int | None = None
+    full_attention_every: int = 0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_positive(
@@ -64,6 +79,7 @@ class LlamaConfig:
             ffn_dim=self.ffn_dim,
         )
         check_divides("num_heads", self.num_heads, "dim", self.dim)
+        check_window(self.window_size, self.full_attention_every)
         check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         check_fraction(attention_dropout=self.attention_dropout)
         if self.head_dim % 2:
@@ -82,18 +98,30 @@ class LlamaConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters, a tied head counted once."""
-        return self.num_matmul_parameters + (0 if self.tie_weights else self.vocab_size * self.dim)
+        sinks = self.num_layers * self.num_heads if self.sinks else 0
+        return self.num_matmul_parameters + (0 if self.tie_weights else self.vocab_size * self.dim) + sinks
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Parameters that multiply activations: all but the embedding lookup; the head counts, tied or not."""
+        """Parameters that multiply activations: all but the lookup and sinks; the head counts, tied or not."""
         attention = 2 * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads)
         block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         return self.num_layers * block + self.dim + self.vocab_size * self.dim
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward operations per token; the formula is `training_flops_per_token`'s."""
-        return training_flops_per_token(self.num_matmul_parameters, self.num_layers, self.dim, seq_len)
+        return training_flops_per_token(
+            self.num_matmul_parameters,
+            self.num_layers,
+            self.dim,
+            seq_len,
+            window_size=self.window_size,
+            full_attention_every=self.full_attention_every,
+        )
+
+    def window_of(self, layer: int) -> tuple[int, int]:
+        """The window (left, right) of a layer, from 0; (-1, -1) is none."""
+        return window_of_layer(layer, self.window_size, self.full_attention_every)
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raise ``ValueError`` if the model cannot hold ``seq_len`` tokens: rotary positions hold any number."""
@@ -103,7 +131,7 @@ class LlamaConfig:
 class LlamaAttention(nn.Module):
     """Projections and rotation around the attention call."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.query = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
@@ -111,7 +139,8 @@ class LlamaAttention(nn.Module):
         self.value = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.output = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.sdpa = ScaledDotProductAttention(config.attention_dropout)
+        self.sdpa = ScaledDotProductAttention(config.attention_dropout, window_size=config.window_of(layer))
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, positions: Tensor, *dropout_keys: Tensor | None) -> Tensor:
         """(B, S, dim) to (B, S, dim); keys are (B, S), and given only where attention weights are dropped."""
@@ -121,7 +150,9 @@ class LlamaAttention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         query, key = self.rotary(query, key, positions)
-        return self.output(self.sdpa(query, key, value, *dropout_keys).transpose(1, 2).flatten(2))
+        # Not otherwise: whoever puts an attention of their own there need not know of sinks.
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return self.output(self.sdpa(query, key, value, *dropout_keys, **sinks).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -141,10 +172,10 @@ class SwiGLU(nn.Module):
 class LlamaBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = LlamaAttention(config)
+        self.attention = LlamaAttention(config, layer)
         self.feed_forward_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = SwiGLU(config)
 
@@ -165,7 +196,7 @@ class Llama(ModelWithDropout):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): LlamaBlock(config) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): LlamaBlock(config, i) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = TiedHead() if config.tie_weights else nn.Linear(config.dim, config.vocab_size, bias=False)
         name_dropouts(self)
@@ -227,6 +258,8 @@ class Llama(ModelWithDropout):
         match module:
             case "attention_norm" | "feed_forward_norm" | "final_norm":
                 return Init(mean=1.0)
+            case "attention":  # its sinks
+                return Init()
             case "query" | "key":
                 return Init(std=std * self.config.qk_init_scale, cutoff=3.0)
             case "output" | "down":  # a sum of 2(i + 1) such outputs keeps its size

@@ -23,11 +23,17 @@ def _llama3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, stretch: fl
 
 PRESETS: dict[str, GPTConfig | LlamaConfig | TitanLlama3Config] = {
     "gpt_tiny": GPTConfig(BYTES_VOCAB_SIZE, 4096, 128, 4, 4),
+    "gpt_tiny_window": GPTConfig(
+        BYTES_VOCAB_SIZE, 4096, 128, 4, 4, window_size=128, full_attention_every=2, sinks=True
+    ),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2_medium": _gpt2(1024, 24, 16),
     "gpt2_large": _gpt2(1280, 36, 20),
     "gpt2_xl": _gpt2(1600, 48, 25),
     "llama_tiny": LlamaConfig(BYTES_VOCAB_SIZE, 128, 4, 4, 2, 352, rope_theta=10_000.0),
+    "llama_tiny_window": LlamaConfig(
+        BYTES_VOCAB_SIZE, 128, 4, 4, 2, 352, rope_theta=10_000.0, window_size=128, full_attention_every=2, sinks=True
+    ),
     "llama3_8b": _llama3(4096, 32, 32, 14_336, None, False),
     "llama3_70b": _llama3(8192, 80, 64, 28_672, None, False),
     "llama3_1_8b": _llama3(4096, 32, 32, 14_336, 8.0, False),

@@ -56,20 +56,23 @@ def parallelize(
     reduce_dtype: torch.dtype = torch.float32,
     offload_policy: OffloadPolicy | None = None,
     pipeline: PipelineOptions | None = None,
+    packed_documents: bool = False,
 ) -> nn.Module | Pipeline:
     """Make ``model`` parallel over all axes of the mesh, in place.
 
     In this order, each step being a function of its own for those who want only some of them:
 
     1. tensor and sequence parallelism (``apply_tensor_parallel``), at tp > 1;
-    2. context parallel attention in every block (a plan with ``ContextParallel``), at cp > 1;
+    2. context parallel attention in every block (a plan with ``ContextParallel``), at cp > 1 or with
+       ``packed_documents``;
     3. activation checkpointing and offload (``apply_activation_checkpointing``);
     4. ``torch.compile`` of every block, fullgraph;
     5. stages of a pipeline, at pp > 1;
     6. FSDP2 over dp_shard × cp, and HSDP with dp_replicate (``apply_fsdp``), with more than one such rank or a
        ``param_dtype``.
 
-    With cp > 1 call ``set_sequence(model, layout)`` before each step, as for any plan; with sequence parallelism the
+    With cp > 1 call ``set_sequence(model, layout)`` before each step, as for any plan (with several stages give
+    ``sequences`` to the pipeline instead, if they change from microbatch to microbatch); with sequence parallelism the
     layout needs ``multiple_of=tp``.
 
     Args:
@@ -77,15 +80,17 @@ def parallelize(
             device: ``model.to_empty(device=…)`` and ``model.init_weights(seed)`` come after.
         dims: Built mesh.
         sequence_parallel, tensor_plan: See ``apply_tensor_parallel``; a plan for models that it has none for.
-        context_plan: Of a block, at cp > 1; None: ``ContextParallel(strategy=…, kernel=…)`` for the modules that attend
-            as those of `dtcp.models` do (``"attention.sdpa"``), or that `dtcp.integrations` have put in. An
-            empty one leaves attention to another door, ``with context_parallel(...)``.
+        context_plan: Of a block, where 2. plans attention; None: ``ContextParallel(strategy=…, kernel=…)`` for the
+            modules that attend as those of `dtcp.models` do (``"attention.sdpa"``), or that `dtcp.integrations` have
+            put in. An empty one leaves attention to another door, ``with context_parallel(...)``.
         strategy, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
         offload_activations: Keep what the treated blocks keep on the host.
         compile: True, or options of ``torch.compile`` beside ``fullgraph``.
         param_dtype, reduce_dtype, offload_policy: Of ``apply_fsdp``.
         pipeline: At pp > 1; None for 1F1B.
+        packed_documents: Rows hold several documents, of which ``set_sequence(model, layout, documents=…)`` will tell:
+            attention is planned at cp=1 too.
 
     Returns:
         ``model`` itself, or at pp > 1 this rank's `Pipeline`: a module that holds the parameters of its stages, and
@@ -106,7 +111,7 @@ def parallelize(
 
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     style = ContextParallel(strategy=strategy, kernel=kernel)  # checks the names also where cp is 1
-    if dims.cp > 1:
+    if dims.cp > 1 or packed_documents:
         for block in _blocks(model):
             plan = _context_plan(block, style) if context_plan is None else dict(context_plan)
             if plan:

@@ -15,15 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtcp.collectives import agree
+from dtcp.documents import Documents
 from dtcp.dtensor import local_part
+from dtcp.layout import SequenceLayout
 from dtcp.loss import token_loss
 from dtcp.mesh import ParallelDims
+from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.stages import check_num_microbatches, find_schedule
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 Loss = Callable[..., Tensor]
+Sequences = Sequence[tuple[SequenceLayout, Documents | None]]
+_NUMBER = "_microbatch_number"  # by this name a stage's forward gets the number of its microbatch, int64 (B,)
 
 
 class Pipeline(nn.Module):
@@ -81,6 +86,10 @@ class Pipeline(nn.Module):
         self._schedules: dict[tuple[int, ...], _PipelineSchedule] = {}
         if self._kind.splits_backward:
             _check_zero_bubble(self._pipeline_stages, schedule)
+        self._sequences: Sequences = ()
+        for stage in self.stages:
+            # Before FSDP2's hook, which would move the number to the device, and this one wait for it.
+            stage.register_forward_pre_hook(self._tell_sequence, prepend=True, with_kwargs=True)
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -112,6 +121,7 @@ class Pipeline(nn.Module):
         num_microbatches: int,
         num_valid_tokens: Tensor | int,
         constants: Mapping[str, Any] | None = None,
+        sequences: Sequences | None = None,
         **inputs: Tensor,
     ) -> Tensor:
         """Add the gradient of this rank's share of the loss to its parameters. Call it on every rank of the mesh.
@@ -122,6 +132,8 @@ class Pipeline(nn.Module):
             num_microbatches: Into which the rows are split, in order.
             num_valid_tokens: Of the whole optimizer step, over the loss view: the divisor of every token's loss.
             constants: What every stage's forward takes as it is, by name.
+            sequences: Layout and documents of each microbatch, of which ``set_sequence`` tells each stage before its
+                forward of that microbatch. None: they have been told, and are the same for all.
             inputs: What it takes by rows, (B, …) each: positions, dropout keys.
 
         Returns:
@@ -131,6 +143,7 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: On every rank, before anything is sent, if the pp ranks differ in shapes or numbers.
         """
+        inputs |= self._take_sequences(sequences, tokens.size(0), num_microbatches)
         self._agree(True, tokens, labels, num_microbatches, inputs)
         schedule = self._schedule(tokens.size(0) // num_microbatches, tokens.size(1), num_microbatches, tokens.device)
         losses: list[Tensor] = []
@@ -156,9 +169,11 @@ class Pipeline(nn.Module):
         num_microbatches: int,
         num_valid_tokens: Tensor | int,
         constants: Mapping[str, Any] | None = None,
+        sequences: Sequences | None = None,
         **inputs: Tensor,
     ) -> Tensor:
         """Return this rank's share of the loss, as ``forward_backward``, without gradients."""
+        inputs |= self._take_sequences(sequences, tokens.size(0), num_microbatches)
         self._agree(False, tokens, labels, num_microbatches, inputs)
         microbatches = [
             dict(zip(inputs, values, strict=True))
@@ -186,6 +201,21 @@ class Pipeline(nn.Module):
         return _sum_of_shares(
             [self._loss(out, wanted, num_valid_tokens=num_valid_tokens) for out, wanted in by_microbatch], tokens.device
         )
+
+    def _take_sequences(self, sequences: Sequences | None, num_rows: int, num_microbatches: int) -> dict[str, Tensor]:
+        """Keep what stages will be told, and return what says to them which microbatch they run: an input by rows."""
+        self._sequences = () if sequences is None else tuple(sequences)
+        if not self._sequences:
+            return {}
+        return {_NUMBER: torch.arange(num_microbatches).repeat_interleave(num_rows // max(1, num_microbatches))}
+
+    def _tell_sequence(self, stage: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before a stage's forward. Its backward, and a recomputation, find what their own forward was told."""
+        number = kwargs.pop(_NUMBER, None)
+        if number is not None:
+            layout, documents = self._sequences[int(number[0])]
+            set_sequence(stage, layout, documents=documents)
+        return args, kwargs
 
     def _rank_of(self, index: int) -> int:
         """The rank in the pp group that holds a stage."""
@@ -217,6 +247,11 @@ class Pipeline(nn.Module):
             raise ValueError(
                 f"a pipeline splits the rows into equal microbatches, got {tokens.size(0)} rows and "
                 f"num_microbatches={num_microbatches}; use one of {_divisors(tokens.size(0))}"
+            )
+        if len(self._sequences) not in (0, num_microbatches):
+            raise ValueError(
+                f"sequences must have (layout, documents) of each of {num_microbatches} microbatches, got "
+                f"{len(self._sequences)}; None: set_sequence has told what holds for all"
             )
         if tokens.size(1) % self._seq_len_divisor:
             raise ValueError(

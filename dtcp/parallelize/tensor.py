@@ -32,6 +32,7 @@ from dtcp.models import GPT, Llama
 from dtcp.models.head import TiedHead
 from dtcp.models.titan_config import is_titan_llama3
 from dtcp.parallelize.dropout import HeadParallelDropout, SequenceParallelDropout
+from dtcp.parallelize.sinks import HeadParallelSinks
 from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
 from dtcp.parallelize.unmatched import refuse_unmatched_keys
 
@@ -85,6 +86,8 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     if isinstance(model, GPT) and sequence_parallel:  # else every rank drops elements of all positions, the same ones
         names = ("embedding_dropout", "layers.*.attention_residual_dropout", "layers.*.feed_forward_residual_dropout")
         plan |= {name: SequenceParallelDropout() for name in names}
+    if model.config.sinks:
+        plan["layers.*.attention"] = HeadParallelSinks(plan["layers.*.attention"])
     if drops_weights:
         plan["layers.*.attention.sdpa"] = HeadParallelDropout()
     return plan

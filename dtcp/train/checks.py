@@ -3,6 +3,7 @@
 import math
 
 from dtcp.train.config import JobConfig
+from dtcp.train.data import DataConfig
 
 
 def check_numbers(config: JobConfig) -> None:
@@ -36,6 +37,15 @@ def check_numbers(config: JobConfig) -> None:
         raise ValueError(f"training.max_norm has to be positive, got {training.max_norm}; inf only measures")
     if not (math.isfinite(config.optimizer.lr) and config.optimizer.lr > 0):
         raise ValueError(f"optimizer.lr has to be positive, got {config.optimizer.lr}")
+
+
+def check_documents_are_packed(config: JobConfig, data: DataConfig) -> None:
+    """Refuse a layout that places tokens by documents where rows are one text."""
+    if config.attention.layout == "per_document" and not data.pack_documents:
+        raise ValueError(
+            "attention.layout=per_document deals the documents of a row to the cp ranks, got "
+            "data.pack_documents=false: a row is one text; set data.pack_documents=true, or attention.layout=head_tail"
+        )
 
 
 def check_vocabulary(num_ids: int, vocab_size: int, model_name: str) -> None:

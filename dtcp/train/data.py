@@ -2,6 +2,9 @@
 
 Shapes: B rows, S = seq_len. A row is a window of S + 1 tokens; windows start every S tokens, so each token is a label
 once an epoch. Row i of step n, with G rows a step, is window number n G + i of an endless sequence of shuffled epochs.
+
+Packed, the same windows say where their documents lie: a token sees its own document only, and the last token of a
+document has no label. A document that a window's edge cuts goes on in the next window as one of its own.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dtcp.documents import Documents
 from dtcp.train.corpus import Corpus, read_corpus, stdlib_files, text_files
 from dtcp.train.tokenizer import Tokenizer, make_tokenizer
 
@@ -32,6 +36,9 @@ class DataConfig:
         end_of_document: Token that ends documents; None: the tokenizer's usual one.
         max_bytes: Stop reading after the document that reaches it; None reads all.
         validation_fraction: Share of the tokens, at the end, that training never sees.
+        pack_documents: Tokens see those of their own document only, and no label is another document's token; else a
+            row is one text.
+        reset_positions: Positions begin at 0 with each document of a row; None: if documents are packed.
     """
 
     source: str = "stdlib"
@@ -40,8 +47,11 @@ class DataConfig:
     end_of_document: str | None = None
     max_bytes: int | None = None
     validation_fraction: float = DEFAULT_VALIDATION_FRACTION
+    pack_documents: bool = False
+    reset_positions: bool | None = None
 
     def __post_init__(self) -> None:
+        check_packing(self.pack_documents, self.reset_positions)
         if self.source not in ("stdlib", "text"):
             raise ValueError(f"data.source must be stdlib or text, got {self.source!r}")
         if self.source == "stdlib" and self.paths:
@@ -65,6 +75,8 @@ class TextDataset:
         seed: int = 0,
         split: str = "train",
         validation_fraction: float = DEFAULT_VALIDATION_FRACTION,
+        pack_documents: bool = False,
+        reset_positions: bool | None = None,
     ) -> None:
         """Choose the windows of a split.
 
@@ -75,10 +87,12 @@ class TextDataset:
             seed: Of the order of the windows.
             split: "train", or "validation": the last ``validation_fraction`` of the tokens, which training never sees.
             validation_fraction: In [0, 1).
+            pack_documents, reset_positions: As in `DataConfig`.
 
         Raises:
             ValueError: If the split is shorter than one row.
         """
+        check_packing(pack_documents, reset_positions)
         if seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, got {seq_len}")
         if split not in SPLITS:
@@ -91,6 +105,8 @@ class TextDataset:
         self.seed = seed
         self.split = split
         self.validation_fraction = validation_fraction
+        self.pack_documents = pack_documents
+        self.reset_positions = pack_documents if reset_positions is None else reset_positions
         num_training_tokens = len(corpus.tokens) - int(len(corpus.tokens) * validation_fraction)
         self._begin, end = (0, num_training_tokens) if split == "train" else (num_training_tokens, len(corpus.tokens))
         self.num_tokens = end - self._begin
@@ -118,6 +134,8 @@ class TextDataset:
             seed=self.seed,
             split=split,
             validation_fraction=self.validation_fraction,
+            pack_documents=self.pack_documents,
+            reset_positions=self.reset_positions,
         )
 
     def row(self, step: int, index: int, global_batch_size: int) -> Tensor:
@@ -131,27 +149,33 @@ class TextDataset:
         start = self._start(step, index, global_batch_size)
         return torch.from_numpy(self.corpus.tokens[start : start + self.seq_len + 1].astype(np.int64))
 
-    def batch(
-        self, step: int, rows: Sequence[int], global_batch_size: int, *, documents: bool = False
-    ) -> dict[str, Tensor]:
+    def batch(self, step: int, rows: Sequence[int], global_batch_size: int) -> dict[str, Any]:
         """Return some rows of a step.
 
         Args:
             step: As in `row`.
             rows: Rows of the global batch, B of them.
             global_batch_size: As in `row`.
-            documents: Add "documents", see `document_ids`.
 
         Returns:
-            "tokens" and "labels", the token after each: int64 (B, S), contiguous.
+            "tokens" and "labels", the token after each: int64 (B, S), contiguous. Of packed documents also
+            "documents", `Documents` of B rows, and "positions", int64 (B, S); the label of a document's last token
+            is -100. A document that goes on in the next window has all of its labels.
         """
         if len(rows) == 0:
             raise ValueError("rows must name at least one row of the global batch, got none")
         full = torch.stack([self.row(step, index, global_batch_size) for index in rows])
-        batch = {"tokens": full[:, :-1].contiguous(), "labels": full[:, 1:].contiguous()}
-        if documents:
-            batch["documents"] = torch.stack([self.document_ids(step, index, global_batch_size) for index in rows])
-        return batch
+        tokens = full[:, :-1].contiguous()
+        if not self.pack_documents:
+            return {"tokens": tokens, "labels": full[:, 1:].contiguous()}
+        ids = torch.stack([self._document_ids(step, index, global_batch_size) for index in rows])
+        documents = Documents.from_ids(ids[:, :-1])
+        return {
+            "tokens": tokens,
+            "labels": shift_labels(full, documents=Documents.from_ids(ids))[:, :-1].contiguous(),
+            "documents": documents,
+            "positions": documents.positions(restart=self.reset_positions).expand_as(tokens).contiguous(),
+        }
 
     def document_ids(self, step: int, index: int, global_batch_size: int) -> Tensor:
         """Return which document each input token of a row belongs to: int64 (S,), 0 for the row's first, ascending.
@@ -159,21 +183,25 @@ class TextDataset:
         Known from where the documents were read, not from token values. The end-of-document token belongs to the
         document it ends.
         """
+        return self._document_ids(step, index, global_batch_size)[:-1]
+
+    def _document_ids(self, step: int, index: int, global_batch_size: int) -> Tensor:
+        """The same of all S + 1 tokens: whether the last label is of the last token's document."""
         start = self._start(step, index, global_batch_size)
         starts = self.corpus.document_starts
-        ids = np.searchsorted(starts, np.arange(start, start + self.seq_len), side="right")
+        ids = np.searchsorted(starts, np.arange(start, start + self.seq_len + 1), side="right")
         return torch.from_numpy((ids - ids[0]).astype(np.int64))
 
     def microbatches(
         self, step: int, global_batch_size: int, local_batch_size: int, dp_rank: int, dp_size: int
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Iterator[dict[str, Any]]:
         """Yield a data parallel rank's microbatches of one optimizer step, see `deal_rows` and `batch`."""
         for rows in deal_rows(global_batch_size, local_batch_size, dp_rank, dp_size):
             yield self.batch(step, rows, global_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the data and its order. Where training stands is the step, which is not in here."""
-        return {
+        state = {
             "data": self.corpus.digest,
             "num_tokens": self.num_tokens,
             "tokenizer": self.tokenizer.fingerprint,
@@ -182,6 +210,9 @@ class TextDataset:
             "split": self.split,
             "validation_fraction": self.validation_fraction,
         }
+        # Not there otherwise: checkpoints of jobs that packed nothing go on as they are.
+        packing = {"pack_documents": True, "reset_positions": self.reset_positions}
+        return state | (packing if self.pack_documents else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that this is the dataset ``state`` came from; nothing changes.
@@ -254,8 +285,32 @@ def make_dataset(
             raise ValueError(f"data.source must be stdlib or text, got {config.source!r}")
     corpus = read_corpus(files, tokenizer, description=description, max_bytes=config.max_bytes)
     return TextDataset(
-        corpus, tokenizer, seq_len=seq_len, seed=seed, split=split, validation_fraction=config.validation_fraction
+        corpus,
+        tokenizer,
+        seq_len=seq_len,
+        seed=seed,
+        split=split,
+        validation_fraction=config.validation_fraction,
+        pack_documents=config.pack_documents,
+        reset_positions=config.reset_positions,
     )
+
+
+def check_packing(pack_documents: bool, reset_positions: bool | None) -> None:
+    """Raise ``ValueError`` if positions are to restart where documents begin, and documents are not looked at."""
+    if reset_positions and not pack_documents:
+        raise ValueError(
+            "data.reset_positions=true restarts positions where documents begin, got data.pack_documents=false: tokens "
+            "of two documents would see each other at equal positions; set data.pack_documents=true, or leave "
+            "reset_positions null"
+        )
+
+
+def shift_labels(tokens: Tensor, *, documents: Documents) -> Tensor:
+    """Stand-in for `dtcp.shift_labels` until that takes documents."""
+    ids = documents.ids.expand_as(tokens)
+    last = torch.full_like(tokens[..., :1], -100)
+    return torch.cat([tokens[..., 1:].masked_fill(ids[..., 1:] != ids[..., :-1], -100), last], dim=-1)
 
 
 def deal_rows(global_batch_size: int, local_batch_size: int, dp_rank: int, dp_size: int) -> list[range]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.fsdp import free_full_parameters
-from dtcp.train.batch import Microbatch
+from dtcp.train.batch import Microbatch, Rows, masked_labels
 from dtcp.train.config import EvaluationConfig
 from dtcp.train.data import TextDataset
 
@@ -73,8 +73,8 @@ class Evaluation:
         """Whether to evaluate after ``step`` steps: every so many, and after the last."""
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
-    def read_rows(self, batch: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels of rows of an evaluation batch, int64 (B, S) each.
+    def read_rows(self, batch: int, row_indices: Sequence[int]) -> Rows:
+        """Return rows of an evaluation batch.
 
         Rows past the last one are there so that every rank has as many microbatches, and count for nothing: all of
         their labels are ignored.
@@ -82,8 +82,8 @@ class Evaluation:
         start = batch * self.global_batch_size
         exists = [start + index < self.num_rows for index in row_indices]
         rows = [index if there else 0 for index, there in zip(row_indices, exists, strict=True)]
-        read = self.dataset.batch(batch, rows, self.global_batch_size)
-        return read["tokens"], read["labels"].masked_fill(~torch.tensor(exists)[:, None], IGNORED)
+        read = Rows(**self.dataset.batch(batch, rows, self.global_batch_size))
+        return masked_labels(read, ~torch.tensor(exists)[:, None])
 
     @torch.no_grad()  # not inference_mode, whose tensors FSDP2 could not use in the next step
     def run(

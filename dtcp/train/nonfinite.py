@@ -96,7 +96,7 @@ def _first_token(
             logits.float().flatten(0, 1), microbatch.labels.flatten(), ignore_index=-100, reduction="none"
         ).view_as(microbatch.labels)
         for row, slot in (~losses.isfinite()).nonzero().tolist():
-            position = int(microbatch.positions[row, slot])
+            position = int(microbatch.token_indices[row, slot])
             first = min(first, microbatch.row_indices[row] * stride + position)
     free_full_parameters(model)
     first = _lowest(first, device)

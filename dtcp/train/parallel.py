@@ -54,6 +54,7 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
         param_dtype=None if training.param_dtype is DType.float32 else training.param_dtype.torch_dtype,
         reduce_dtype=training.reduce_dtype.torch_dtype,
         pipeline=_pipeline_options(config) if dims.pp > 1 else None,
+        packed_documents=config.data.pack_documents,
         **plans,
     )
 

@@ -28,10 +28,10 @@ from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.parallelize.pipeline import Pipeline
 from dtcp.parallelize.stages import check_num_microbatches
 from dtcp.shard import check_same_batch
-from dtcp.train.batch import Microbatch, cut, deal_microbatches, layout_of
+from dtcp.train.batch import Microbatch, Rows, cut_into_microbatches, deal_microbatches, layout_of
 from dtcp.train.checkpoint import Checkpointer, check_checkpoint_config, load_tensors, state_tensors
 from dtcp.train.checkpoint_files import read_description
-from dtcp.train.checks import check_numbers, check_vocabulary
+from dtcp.train.checks import check_documents_are_packed, check_numbers, check_vocabulary
 from dtcp.train.config import JobConfig, to_data_config, to_model_config
 from dtcp.train.data import make_dataset
 from dtcp.train.description import changed_settings, check_description, describe_job
@@ -73,13 +73,13 @@ class Trainer:
             self.dims = ParallelDims(**dataclasses.asdict(config.mesh))
             self.model_config = to_model_config(config.model)
             check_numbers(config)
+            data_config = to_data_config(config.data)
+            check_documents_are_packed(config, data_config)
             num_readers = self.dims.dp_replicate * self.dims.dp_shard
             self.model_config.check_seq_len(config.training.seq_len)
             deal_microbatches(config.training.global_batch_size, config.training.local_batch_size, 0, num_readers)
             self.layout = layout_of(config, self.dims, config.training.seq_len)
-            self.dataset = make_dataset(
-                to_data_config(config.data), seq_len=config.training.seq_len, seed=config.debug.seed
-            )
+            self.dataset = make_dataset(data_config, seq_len=config.training.seq_len, seed=config.debug.seed)
             vocab_size = self.model_config.vocab_size
             assert vocab_size is not None  # of a resolved config
             check_vocabulary(self.dataset.tokenizer.vocab_size, vocab_size, config.model.name)
@@ -138,11 +138,9 @@ class Trainer:
         return self.evaluation.run(self.model, loss_sum, self._read_evaluation(), self.dims)
 
     def _read_evaluation(self) -> Iterator[Microbatch]:
-        self.tell_sequence()
         for batch in range(self.evaluation.num_batches):
             for row_indices in self.rows:
-                tokens, labels = (x.to(self.device) for x in self.evaluation.read_rows(batch, row_indices))
-                yield cut(tokens, labels, row_indices, mesh=self.dims.view("cp"), layout=self.layout)
+                yield from self.cut(self.evaluation.read_rows(batch, row_indices), [row_indices])
 
     def _build_model(self) -> nn.Module:
         """The model, or this rank's stages of it."""
@@ -158,33 +156,37 @@ class Trainer:
         """Plans of `parallelize` other than its own."""
         return {}
 
-    def read_rows(self, step: int, row_indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels of rows of the global batch of ``step`` (from 0): int64 (B, S) each, on the CPU.
+    def read_rows(self, step: int, row_indices: Sequence[int]) -> Rows:
+        """Return rows of the global batch of ``step`` (from 0), on the CPU.
 
         Labels are the next tokens: rows hold one token more than they show, so the shift comes before the cut.
         """
-        batch = self.dataset.batch(step, row_indices, self.config.training.global_batch_size)
-        return batch["tokens"], batch["labels"]
+        return Rows(**self.dataset.batch(step, row_indices, self.config.training.global_batch_size))
 
     def read_microbatches(self) -> list[Microbatch]:
         """Return this rank's part of the global batch of the coming step."""
-        microbatches = []
+        rows = self.read_rows(self.step, [index for row_indices in self.rows for index in row_indices])
         check_every = self.config.debug.check_same_batch_every
-        for row_indices in self.rows:
-            tokens, labels = (x.to(self.device) for x in self.read_rows(self.step, row_indices))
-            if check_every and self.step % check_every == 0:
-                for axis in ("tp", "cp", "pp"):
-                    check_same_batch(torch.stack([tokens, labels]), self.dims.view(axis))
-            microbatches.append(cut(tokens, labels, row_indices, mesh=self.dims.view("cp"), layout=self.layout))
-        return microbatches
+        if check_every and self.step % check_every == 0:
+            for axis in ("tp", "cp", "pp"):
+                check_same_batch(rows.to(self.device).tensors(), self.dims.view(axis))
+        return self.cut(rows, self.rows)
 
-    def tell_sequence(self) -> None:
-        """Tell the planned attention how the sequence is cut, before the forwards of a step."""
-        if self.dims.cp > 1:
-            set_sequence(self.model, self.layout)
+    def cut(self, rows: Rows, ranges: Sequence[Sequence[int]]) -> list[Microbatch]:
+        """Return this rank's part of rows that all cp ranks have, by microbatch; see `cut_into_microbatches`."""
+        layout = self.layout
+        if rows.documents is not None:
+            layout = layout_of(self.config, self.dims, layout.seq_len, rows.documents)
+        return cut_into_microbatches(rows.to(self.device), ranges, mesh=self.dims.view("cp"), layout=layout)
+
+    def tell_sequence(self, microbatch: Microbatch) -> None:
+        """Tell the planned attention how these rows are cut and where their documents lie, before their forward."""
+        if self.dims.cp > 1 or microbatch.documents is not None:
+            set_sequence(self.model, microbatch.layout, documents=microbatch.documents)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Return this rank's logits, (B, S_local, V); with tp > 1 a DTensor, ``Shard(-1)`` over tp."""
+        self.tell_sequence(microbatch)
         return self.model(microbatch.tokens, **self.inputs(microbatch))
 
     @property
@@ -203,7 +205,8 @@ class Trainer:
         if self.takes_dropout_keys:
             # Of the step to come: a second forward before it drops the same elements.
             seed, rows = self.config.debug.seed, microbatch.row_indices
-            inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.positions)
+            # Of the token's place in its row: positions restart, and tokens of one position would drop the same.
+            inputs["dropout_keys"] = dropout_keys(seed, self.step, rows, microbatch.token_indices)
         return inputs
 
     def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
@@ -211,6 +214,7 @@ class Trainer:
         if self.config.training.loss_chunk_tokens is None:
             return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
         head_fn = functools.partial(self.head_loss, num_valid_tokens=num_valid_tokens)
+        self.tell_sequence(microbatch)
         return self.model(
             microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels
         )
@@ -235,12 +239,14 @@ class Trainer:
         if self.config.training.loss_chunk_tokens is not None:
             constants["head_fn"] = functools.partial(self.head_loss, num_valid_tokens=num_valid_tokens)
             inputs["head_inputs"] = labels
+        is_told = self.dims.cp > 1 or microbatches[0].documents is not None
         return run(
             torch.cat([microbatch.tokens for microbatch in microbatches]),
             labels,
             num_microbatches=len(microbatches),
             num_valid_tokens=num_valid_tokens,
             constants=constants,
+            sequences=[(m.layout, m.documents) for m in microbatches] if is_told else None,
             **inputs,
         )
 
@@ -250,7 +256,6 @@ class Trainer:
         Returns:
             This rank's share of the loss, 0-d float64, and the valid tokens of the global batch, 0-d int64.
         """
-        self.tell_sequence()
         labels = torch.cat([microbatch.labels for microbatch in microbatches])
         num_valid_tokens = count_valid_tokens(labels, mesh=self.dims.view("loss"))
         share = torch.zeros((), dtype=torch.float64, device=self.device)
