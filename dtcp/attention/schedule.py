@@ -9,11 +9,11 @@ only ranks above s read its keys, so keys travel upward and stop at the last ran
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from dtcp.layout import SequenceLayout
 from dtcp.mask import Mask
+from dtcp.remembered import remembered
 from dtcp.tiles import Tile
 
 Rows = tuple[int, int]
@@ -51,7 +51,7 @@ class RingSchedule:
     steps: tuple[RingStep, ...]
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(of=lambda layout, kv_layout, mask, *_: mask.documents or layout.placed_by or kv_layout.placed_by)
 def ring_schedule(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
 ) -> RingSchedule:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dtcp.dispatch.masked import masked_attention
 from dtcp.dropout import AttentionDropout
-
-NO_WINDOW = (-1, -1)
+from dtcp.mask import NO_WINDOW
 
 
 class ScaledDotProductAttention(AttentionDropout):

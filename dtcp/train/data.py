@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtcp.documents import Documents
+from dtcp.shard import shift_labels
 from dtcp.train.corpus import Corpus, read_corpus, stdlib_files, text_files
 from dtcp.train.tokenizer import Tokenizer, make_tokenizer
 
@@ -304,13 +305,6 @@ def check_packing(pack_documents: bool, reset_positions: bool | None) -> None:
             "of two documents would see each other at equal positions; set data.pack_documents=true, or leave "
             "reset_positions null"
         )
-
-
-def shift_labels(tokens: Tensor, *, documents: Documents) -> Tensor:
-    """Stand-in for `dtcp.shift_labels` until that takes documents."""
-    ids = documents.ids.expand_as(tokens)
-    last = torch.full_like(tokens[..., :1], -100)
-    return torch.cat([tokens[..., 1:].masked_fill(ids[..., 1:] != ids[..., :-1], -100), last], dim=-1)
 
 
 def deal_rows(global_batch_size: int, local_batch_size: int, dp_rank: int, dp_size: int) -> list[range]:
