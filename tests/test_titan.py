@@ -300,17 +300,53 @@ def test_what_dtcps_attention_is_not_is_refused_by_name():
     from titans import small_llama3
 
     window = small_llama3()
-    window.layers[1].attention.inner_attention = VarlenAttention.Config(window_size=(16, 0))
+    window.layers[1].attention.inner_attention = VarlenAttention.Config(window_size=(16, 2))
     for config, pattern in [
-        (window, r"layer 1 of Llama3Model.Config has window_size=\(16, 0\), which"),
+        (window, r"layer 1 of Llama3Model.Config has window_size=\(16, 2\), which"),
         (gptoss_configs["debugmodel"]("standard"), r"layer 0 of GptOssModel.Config has Attention.Config"),
         (deepseekv3_configs["debugmodel"]("flex", "standard"), r"layer 0 of DeepSeekV3Model.Config has Attention.Conf"),
         (qwen3_configs["debugmodel_moe"]("varlen", "standard"), r"layer 0 of Qwen3Model.Config has a mixture of expe"),
     ]:
         with pytest.raises(NotImplementedError, match=pattern):
             with_dtcp_attention(config)
-    with pytest.raises(NotImplementedError, match=r"no sliding window, got window_size=\(16, 0\)"):
-        DtcpAttention.Config(window_size=(16, 0)).build()
+    with pytest.raises(NotImplementedError, match=r"is causal, got window_size=\(16, 2\); use \(16, 0\)"):
+        DtcpAttention.Config(window_size=(16, 2)).build()
+
+
+def check_packed_windows(rank: int, world: int) -> None:
+    """torchtitan's model with a window in one layer and packed documents, beside each document alone on one rank."""
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torchtitan.models.common.attention import VarlenAttention
+
+    from dtcp.integrations.torchtitan import with_dtcp_attention
+    from titans import small_llama3
+
+    config = small_llama3()
+    config.layers[1].attention.inner_attention = VarlenAttention.Config(window_size=(6, 0))
+    torch.manual_seed(0)
+    model = with_dtcp_attention(config).build()
+    model.init_states()
+    model = model.double()
+    documents = dtcp.Documents.from_lengths([9, 1, 23])
+    tokens = torch.randint(0, 257, (1, 33), generator=torch.Generator().manual_seed(7))
+    parts, start = [], 0
+    for length in (9, 1, 23):
+        parts.append(model(tokens[:, start : start + length], torch.arange(length)[None]))
+        start += length
+    mesh = dtcp.ParallelDims(cp=world).build_mesh("cpu")["cp"]
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, {"attention.inner_attention.sdpa": dtcp.ContextParallel()})
+    for name in ("head_tail", "per_document"):
+        layout = dtcp.make_layout(name, seq_len=33, cp=world, documents=documents)
+        dtcp.set_sequence(model, layout, documents=documents)
+        positions = documents.positions()[None]
+        logits = model(dtcp.shard(tokens, mesh, layout), dtcp.shard(positions, mesh, layout))
+        torch.testing.assert_close(dtcp.unshard(logits, mesh, layout), torch.cat(parts, 1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_packed_documents_and_windows_are_right(ranks, world):
+    ranks.run(world, check_packed_windows)
 
 
 def test_what_a_layer_asks_of_attention_is_done_or_refused():

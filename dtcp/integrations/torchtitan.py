@@ -23,6 +23,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
+from dtcp.mask import NO_WINDOW
 from dtcp.models.attention import ScaledDotProductAttention as CausalAttention
 
 _CAUSAL = (-1, 0)  # no bound to the left, nothing to the right
@@ -35,13 +36,15 @@ class DtcpAttention(Module):
     around the model, as the plan entry ``{"attention.inner_attention.sdpa": dtcp.ContextParallel()}`` of a block, and
     with DTensors.
 
-    Attention is causal over the whole row. Positions that begin again with each document turn the rotary embedding
-    and mask nothing; the masks that torchtitan's own trainer makes of such positions are refused.
+    Attention is causal over the whole row, or a window of it. Positions that begin again with each document turn the
+    rotary embedding and mask nothing: where documents lie is said by ``dtcp.set_sequence(model, layout, documents=...)``
+    or ``dtcp.context_parallel(..., documents=...)``. The masks that torchtitan's own trainer makes of such positions
+    are refused.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """Has no options: ``window_size`` has to stay (-1, 0).
+        """``window_size`` (left, 0): a token sees the ``left`` ones before it, -1: all.
 
         A kind of ``VarlenAttention.Config``, because torchtitan's trainer makes a mask of documents for that (one that
         is refused here) and none for what it does not know, which would let documents see each other.
@@ -49,12 +52,13 @@ class DtcpAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        if tuple(config.window_size) != _CAUSAL:
+        left, right = config.window_size
+        if right != 0:
             raise NotImplementedError(
-                f"dtcp's attention has no sliding window, got window_size={tuple(config.window_size)}; use "
-                "window_size=(-1, 0), or torchtitan's own attention for this layer"
+                f"dtcp's attention of a language model is causal, got window_size={(left, right)}; use ({left}, 0), or "
+                "torchtitan's own attention for this layer"
             )
-        self.sdpa = CausalAttention()
+        self.sdpa = CausalAttention(window_size=NO_WINDOW if left < 0 else (left, 0))
 
     def forward(
         self,
@@ -80,8 +84,8 @@ class DtcpAttention(Module):
         """
         if attention_masks is not None:
             raise NotImplementedError(
-                f"dtcp's attention is causal over the whole row, got attention_masks={type(attention_masks).__name__}; "
-                "call model(tokens, positions) without masks, on rows that hold one document each"
+                f"dtcp's attention gets its masks elsewhere, got attention_masks={type(attention_masks).__name__}; call "
+                "model(tokens, positions), and say where documents lie by dtcp.set_sequence(model, layout, documents=...)"
             )
         if scale is not None and abs(scale * q_BLNH.size(-1) ** 0.5 - 1) > 1e-6:
             raise NotImplementedError(
@@ -107,15 +111,16 @@ def with_dtcp_attention(config: Decoder.Config) -> Decoder.Config:
         config: Of any of torchtitan's attention backends; which one does not matter.
 
     Raises:
-        NotImplementedError: Naming the first layer that would not be the same: a sliding window, sinks, softcap,
-            latent or linear attention, a mixture of experts.
+        NotImplementedError: Naming the first layer that would not be the same: sinks, softcap, latent or linear
+            attention, a window that looks ahead, a mixture of experts.
     """
     _refuse_what_differs(config)
     config = copy.copy(config)
     config.layers = [copy.copy(layer) for layer in config.layers]
     for layer in config.layers:
         layer.attention = copy.copy(layer.attention)
-        layer.attention.inner_attention = DtcpAttention.Config()
+        window = getattr(layer.attention.inner_attention, "window_size", _CAUSAL)
+        layer.attention.inner_attention = DtcpAttention.Config(window_size=tuple(window))
     return config
 
 
@@ -130,14 +135,14 @@ def _refuse_what_differs(config: Decoder.Config) -> None:
 def _differences(config: Decoder.Config) -> Iterator[tuple[str, str]]:
     for index, layer in enumerate(config.layers):
         name, attention = f"layer {index}", layer.attention
-        # Not a subclass: what it adds (windows, sinks, gates) would be lost on the way.
+        # Not a subclass: what it adds (sinks, gates) would be lost on the way.
         if type(attention) is not GQAttention.Config:
             yield name, type(attention).__qualname__
             continue
         inner = attention.inner_attention
         if type(inner) not in _SAME_WITHOUT_MASKS:
             yield name, type(inner).__qualname__
-        elif isinstance(inner, VarlenAttention.Config) and tuple(inner.window_size) != _CAUSAL:
+        elif isinstance(inner, VarlenAttention.Config) and inner.window_size[1] != 0:
             yield name, f"window_size={tuple(inner.window_size)}"
         elif getattr(layer, "moe", None) is not None:
             yield name, "a mixture of experts"
