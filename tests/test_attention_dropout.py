@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
-import dtcp.attention.kernels.math as math_kernel
+import dtcp.attention.blocks as cutting
 from dtcp.models.attention import ScaledDotProductAttention
 from oracle import all_pairs, relative_error
 
@@ -156,7 +156,7 @@ def test_blocks_of_queries_drop_what_the_whole_does(monkeypatch):
     mask = tile_dropout(P, whole_keys(2, 24), range(4), torch.arange(24))
     results = []
     for block_elements in (1 << 24, 2 * 2 * 4 * 24 * 5):  # all queries at once, and 5 in a block
-        monkeypatch.setattr(math_kernel, "_BLOCK_ELEMENTS", block_elements)
+        monkeypatch.setattr(cutting, "_MAX_ELEMENTS", block_elements)
         kernel = MathKernel(mask)
         out, lse = kernel.forward(query, key, value, is_causal=True, scale=0.25)
         results.append((out, lse, *kernel.backward(grad_out, query, key, value, out, lse, is_causal=True, scale=0.25)))
