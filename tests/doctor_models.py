@@ -168,7 +168,7 @@ class WithBuffer(Model):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if self.reads:
-            x = x * self.state
+            x = x * self.state.clone()
         x = x + self.positions(positions)
         for block in self.layers:
             x = block(x)
