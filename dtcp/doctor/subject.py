@@ -38,7 +38,6 @@ def _noise_of(shape: torch.Size) -> Init:
     return NOISE if len(shape) < 2 else Init(std=min(0.1, shape[-1] ** -0.5))
 
 
-
 class Subject(Trainer):
     """The trainer, with some labels ignored, norms and biases off their starting values, and any model.
 
@@ -92,12 +91,12 @@ class Subject(Trainer):
         own = self.built_in if self.keeps_dtype else None
         return str(own).removeprefix("torch.") if own is not None else self.config.training.param_dtype.value
 
-    def told(self, model: nn.Module) -> AbstractContextManager[None]:
+    def told(self, model: nn.Module, what: str = "the step") -> AbstractContextManager[None]:
         """Inside it, what a model of the user's raises is told in one line."""
         if self.options.model is None:
             return nullcontext()
         num_ids, seq_len = self.dataset.tokenizer.vocab_size, self.layout.seq_len
-        return told_in_one_line(model, "the step", num_ids=num_ids, seq_len=seq_len)
+        return told_in_one_line(model, what, num_ids=num_ids, seq_len=seq_len)
 
     def whole_batch(self) -> Batch:
         """Return all rows of the step, uncut."""
@@ -207,7 +206,7 @@ class Subject(Trainer):
             if self.dims.pp > 1 and _is_on_meta(whole):
                 raise ValueError(f"doctor.model={self.options.model} has to have its weights already, with mesh.pp > 1")
             plans = self.plans(whole)
-            with self.told(whole):
+            with self.told(whole, f"making doctor.model={self.options.model} parallel"):
                 cut = cut_model(whole, self.dims, self.config, **plans)
             return self._materialized(cut)
 
