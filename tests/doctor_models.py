@@ -110,3 +110,125 @@ def make_with_torchs_dropout() -> nn.Module:
     model = Model()
     model.layers.append(nn.Dropout(0.1))
     return model
+
+
+def make_centred_behind_zeros() -> nn.Module:
+    """A head of zeros, as some start with: before it no gradient arrives, and no fault shows."""
+    model = Centred()
+    nn.init.zeros_(model.head.weight)
+    return model
+
+
+class Detached(Model):
+    """Trains the head alone, though everything else asks for gradients."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.head((self.embedding(tokens) + self.positions(positions)).detach())
+
+
+def make_detached() -> nn.Module:
+    return Detached()
+
+
+def make_in_bfloat16() -> nn.Module:
+    return Model().bfloat16()
+
+
+def make_of_one_block() -> nn.Module:
+    """The same block twice, and attends in it."""
+    model = Model()
+    model.layers[1] = model.layers[0]
+    return model
+
+
+class WithExpert(Model):
+    """Has a part that only the rank with the first token uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(WIDTH, VOCAB_SIZE, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = super().forward(tokens, positions)
+        return logits + self.expert(self.embedding(tokens)) if bool((positions[:, 0] == 0).any()) else logits
+
+
+def make_with_expert() -> nn.Module:
+    return WithExpert()
+
+
+class WithBuffer(Model):
+    """Adds a buffer to the logits; may change it in the forward, and may read what it has changed."""
+
+    def __init__(self, start: float = 1.0, changes: bool = False, reads: bool = True) -> None:
+        super().__init__()
+        self.changes, self.reads = changes, reads
+        self.register_buffer("state", torch.full((WIDTH,), start))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.reads:
+            x = x * self.state.clone()
+        x = x + self.positions(positions)
+        for block in self.layers:
+            x = block(x)
+        if self.changes and self.training:
+            with torch.no_grad():
+                self.state.add_(x.mean((0, 1)))
+        return self.head(x)
+
+
+def make_with_buffer_of_the_rank() -> nn.Module:
+    return WithBuffer(start=1.0 + torch.distributed.get_rank())
+
+
+def make_with_running_state() -> nn.Module:
+    return WithBuffer(changes=True)
+
+
+def make_that_counts() -> nn.Module:
+    return WithBuffer(changes=True, reads=False)
+
+
+def make_with_clipping_hook() -> nn.Module:
+    model = Model()
+    model.layers[0].qkv.weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+    return model
+
+
+def make_frozen() -> nn.Module:
+    return Model().requires_grad_(False)
+
+
+def make_with_few_words() -> nn.Module:
+    model = Model()
+    model.embedding, model.head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 100)
+    return model
+
+
+def make_with_small_head() -> nn.Module:
+    model = Model()
+    model.head = nn.Linear(WIDTH, 100)
+    return model
+
+
+def make_that_raises() -> nn.Module:
+    raise KeyError("no such file")
+
+
+def make_of_sizes_that_do_not_fit() -> nn.Module:
+    model = Model()
+    model.layers[1].norm = nn.LayerNorm(WIDTH + 1)
+    return model
+
+
+def plan_that_raises(model: nn.Module) -> dict[str, object]:
+    raise KeyError("no such module")
+
+
+def plan_of_nothing(model: nn.Module) -> None:
+    return None
+
+
+PLAN_OF_A_LIST = [1, 2]
+PLAN_OF_NAMES = {"layers.0": "column"}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch.distributed.tensor import Partial
 import dtcp
 from dtcp.attention.strategies import Ring
 from dtcp.doctor import Report, compose_doctor_config, examine
+from dtcp.doctor.compare import Deviation
+from dtcp.doctor.hints import _factors_of_some
 from dtcp.models.attention import ScaledDotProductAttention
 from dtcp.parallelize.styles import ReplicatedParameters
 from dtcp.train.session import JobError
@@ -32,6 +35,7 @@ MASKED = (
     "model=llama_tiny_window model.num_layers=2 model.dim=64 model.ffn_dim=96 model.window_size=9 doctor.seq_len=61"
 )
 OWN = "doctor.model=doctor_models:make doctor.context_plan=doctor_models:CONTEXT_PLAN"
+PLAN = "doctor.model=doctor_models:make doctor.tensor_plan=doctor_models"
 BFLOAT16 = "training.param_dtype=bfloat16"
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -268,6 +272,84 @@ FAULTS = [
 ]
 
 
+OWN_FAULTS = [  # of models of the user's, by the context's door
+    ("make_centred_behind_zeros", "something in the model mixes tokens", "layers.0.qkv.weight have no"),
+    ("make_with_buffer_of_the_rank", "problem: ranks begin with different buffers: state;", "none of the known faults"),
+    ("make_with_clipping_hook", "it looks like this: layers.0.qkv.weight: a hook on the gradient", "counted more than"),
+]
+
+
+@pytest.mark.parametrize(("model", "hint", "unsaid"), OWN_FAULTS)
+def test_a_fault_of_ones_own_model_is_found_and_no_other_cause_is_named(
+    ranks: Ranks, model: str, hint: str, unsaid: str
+):
+    overrides = f"doctor.model=doctor_models:{model} mesh.cp=2 doctor.door=context doctor.seq_len=61"
+    report = ranks.run(2, run_doctor, overrides)[0]
+    assert report.exit_code == 1 and report.is_wrong
+    assert hint in str(report) and unsaid not in str(report), str(report)
+
+
+def test_a_factor_of_one_is_no_cause_and_few_of_many_gradients_decide_nothing():
+    def deviations(*factors: float) -> list[Deviation]:
+        clear = [Deviation(f"p{i}", 1.0, 1e-5, factor, 1e-4) for i, factor in enumerate(factors)]
+        return [*clear, Deviation("unclear", 1.0, 1e-5, 1.7, 0.5)]
+
+    subject = types.SimpleNamespace(dims=dtcp.ParallelDims(cp=2, dp_shard=1, world_size=2), rows=[range(2)])
+    assert list(_factors_of_some(deviations(1.0, 0.9995), subject)) == []
+    assert list(_factors_of_some([*deviations(2.0), *deviations()], subject)) == []
+    (hint,) = _factors_of_some(deviations(2.0, 2.0), subject)
+    assert "the gradient of 2 parameter(s), p0 …, is ×cp (2)" in hint
+
+
+# ---- what cannot be seen ---------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_are_zero_decide_nothing():
+    report = run_doctor(0, 1, "doctor.model=doctor_models:make_detached doctor.seq_len=61")
+    assert report.exit_code == 1 and not report.is_wrong
+    assert str(report).rstrip().endswith("too many gradients are zero to see it") and "UNDECIDED" in str(report)
+    assert "embedding.weight" in report.unexamined and "head.weight" not in report.unexamined
+    assert f"not examined: {len(report.unexamined)} of {report.num_trainable} parameters" in str(report)
+
+
+def test_every_tensor_that_starts_constant_is_drawn():
+    overrides = "doctor.model=doctor_models:make_centred_behind_zeros doctor.seq_len=61"
+    report = run_doctor(0, 1, overrides)  # on one rank nothing is wrong with it
+    # But for the bias of the head: what is equal at all tokens is taken away.
+    assert report.exit_code == 0 and report.unexamined == ["head.bias"], str(report)
+
+
+def test_a_model_built_in_bfloat16_is_compared_in_float32_and_then_in_bfloat16(ranks: Ranks):
+    overrides = "doctor.model=doctor_models:make_in_bfloat16 mesh.cp=2 doctor.door=context doctor.seq_len=61"
+    report = ranks.run(2, run_doctor, overrides)[0]
+    assert report.exit_code == 0, str(report)
+    assert [c.dtype for c in report.comparisons] == ["float32", "bfloat16"] and "built in bfloat16" in report.job
+    assert {d.limit for d in report.comparisons[0].deviations} == {1e-5}
+
+
+def test_a_block_that_is_used_twice_is_planned_once(ranks: Ranks):
+    plan = "doctor.context_plan=doctor_models:CONTEXT_PLAN"
+    overrides = f"doctor.model=doctor_models:make_of_one_block {plan} mesh.cp=2 doctor.seq_len=61"
+    for mode in ("none", "full"):
+        report = ranks.run(2, run_doctor, f"{overrides} activation_checkpointing.mode={mode}")[0]
+        assert report.exit_code == 0, str(report)
+        assert report.num_trainable == 8 and list(report.attention_calls) == ["layers.0"]
+
+
+def test_a_parameter_with_a_gradient_on_one_rank_only_is_named_before_anything_is_reduced(ranks: Ranks):
+    overrides = "doctor.model=doctor_models:make_with_expert mesh.cp=2 doctor.door=context doctor.seq_len=61"
+    message = r"parameter expert.weight got a gradient on rank 0 and none on rank 1: FSDP2 would"
+    ranks.run_expecting(2, run_doctor, JobError, message, overrides)
+
+
+def test_buffers_that_the_forward_changes_are_named():
+    with pytest.raises(ValueError, match=r"changes the buffer\(s\) state and reads them"):
+        run_doctor(0, 1, "doctor.model=doctor_models:make_with_running_state doctor.seq_len=61")
+    report = run_doctor(0, 1, "doctor.model=doctor_models:make_that_counts doctor.seq_len=61")
+    assert report.exit_code == 0 and report.changed_buffers == ["state"]
+    assert "not compared: buffers that the forward changes by its own tokens, state" in str(report)
+
+
 @pytest.mark.parametrize(("world", "overrides", "fault", "hints"), FAULTS)
 def test_a_planted_fault_is_found_and_named(ranks: Ranks, world: int, overrides: str, fault: Fault, hints: str):
     for report in ranks.run(world, run_doctor, overrides, fault):
@@ -342,6 +424,25 @@ def test_a_wrong_import_path_is_one_line():
             "doctor.model=doctor_models:make_pair doctor.seq_len=61",
             "to return logits (B, S, V) = (2, 61, …), got tuple",
         ),
+        ("doctor.model=doctor_models:make_that_raises", "make_that_raises raised KeyError: 'no such file'"),
+        ("doctor.model=doctor_models:make_frozen", "nothing requires a gradient"),
+        (
+            "doctor.model=doctor_models:make_with_few_words doctor.seq_len=61",
+            "the forward of embedding (Embedding) failed with IndexError: index out of range in self; it has 100 rows, "
+            "and the data's tokenizer has 257 ids",
+        ),
+        (
+            "doctor.model=doctor_models:make_with_small_head doctor.seq_len=61",
+            "gives logits of 100 words, and the data's tokenizer has 257 ids",
+        ),
+        (
+            "doctor.model=doctor_models:make_of_sizes_that_do_not_fit doctor.seq_len=61",
+            "the forward of layers.1.norm (LayerNorm) failed with RuntimeError",
+        ),
+        (f"{PLAN}:plan_that_raises", "plan_that_raises raised KeyError: 'no such module'"),
+        (f"{PLAN}:plan_of_nothing", "plan_of_nothing has to return a mapping, got NoneType"),
+        (f"{PLAN}:PLAN_OF_A_LIST", "has to be a mapping from module names to parallel styles, or a function"),
+        (f"{PLAN}:PLAN_OF_NAMES", "to parallel styles, got 'layers.0': str"),
         ("doctor.seq_len=0", "doctor.seq_len has to be at least 1"),
         ("doctor.context_plan=doctor_models:CONTEXT_PLAN", "is for a doctor.model"),
     ],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 import dtcp
 from dtcp.models.init import plain_name
@@ -149,7 +152,7 @@ def test_a_model_without_layers_is_refused():
 
 def test_a_pipeline_asks_for_the_width():
     dims = dtcp.ParallelDims(pp=2, world_size=2)
-    with pytest.raises(ValueError, match=r"use pipeline=PipelineOptions\(width=…\)"):
+    with pytest.raises(ValueError, match=r"give the model config.dim, or .* pipeline=PipelineOptions\(width=…\)"):
         dtcp.parallelize(make_model(), dims, context_plan=PLAN)
 
 
@@ -163,3 +166,108 @@ def test_a_block_without_the_attention_module_is_refused(ranks):
     ranks.run_expecting(
         2, refuse_attention, ValueError, "plan key 'attention.sdpa' of ContextParallel matches no module"
     )
+
+
+# ---- modules that are there several times, or never called -----------------------------------------------------------
+
+
+class Past(Attention):
+    """Attends, and not by the module that the plan names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(4 * query, key, value, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def forward_of_two_ranks(rank: int, world: int, past: list[str]) -> list[str]:
+    dims = dtcp.ParallelDims(cp=world, world_size=world)
+    mesh = dims.build_mesh("cpu")
+    model = make_model()
+    for name in past:
+        model.layers[name].attn = Past()
+    dtcp.parallelize(model, dims, context_plan=PLAN)
+    layout = dtcp.make_layout("head_tail", seq_len=SEQ_LEN, cp=world)
+    dtcp.set_sequence(model, layout)
+    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
+    local, positions = (dtcp.shard(x, mesh["cp"], layout) for x in (tokens, torch.arange(SEQ_LEN)[None]))
+    caught = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(local, positions)
+        caught += [str(warning.message) for warning in found if "planned module" in str(warning.message)]
+    return caught
+
+
+def test_a_planned_module_that_is_never_called_is_an_error_and_some_are_a_warning(ranks):
+    ranks.run_expecting(
+        2,
+        forward_of_two_ranks,
+        RuntimeError,
+        r"planned module\(s\) layers.0.attn.core, layers.1.attn.core not called in the forward of Model",
+        ["0", "1"],
+    )
+    for caught in ranks.run(2, forward_of_two_ranks, ["1"]):
+        assert len(caught) == 1 and "planned module(s) layers.1.attn.core not called" in caught[0]
+    assert ranks.run(2, forward_of_two_ranks, []) == [[], []]
+
+
+def shares_parts(model: nn.Module, what: str) -> nn.Module:
+    if what == "block":
+        model.layers["1"] = model.layers["0"]
+    else:
+        model.layers["1"].attn = model.layers["0"].attn
+    return model
+
+
+def check_shared(rank: int, world: int, degrees: dict[str, int], what: str) -> None:
+    tokens = torch.arange(SEQ_LEN)[None] * 7 % VOCAB
+    positions = torch.arange(SEQ_LEN)[None]
+    alone = shares_parts(make_model(), what)
+    alone(tokens, positions).square().sum().backward()
+    dims = dtcp.ParallelDims(world_size=world, **degrees)
+    mesh = dims.build_mesh("cpu")
+    plan = {"layers.*.mlp": RowwiseParallel(input_layouts=Replicate())}
+    model = shares_parts(make_model(), what)
+    dtcp.parallelize(
+        model, dims, tensor_plan=plan, context_plan=PLAN, sequence_parallel=False, activation_checkpointing="full"
+    )
+    local = tokens, positions
+    if dims.cp > 1:
+        layout = dtcp.make_layout("striped", seq_len=SEQ_LEN, cp=dims.cp)
+        dtcp.set_sequence(model, layout)
+        local = tuple(dtcp.shard(x, mesh["cp"], layout) for x in (tokens, positions))
+        valid = (layout.positions(mesh["cp"].get_local_rank()) < SEQ_LEN)[None, :, None]
+    else:
+        valid = torch.ones(1, SEQ_LEN, 1)
+    (model(*local).square() * valid).sum().backward()
+    found = {plain_name(name): whole(p.grad) for name, p in model.named_parameters()}
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("what", ["block", "attention"])
+def test_what_layers_share_is_made_parallel_once(ranks, degrees, what):
+    ranks.run(2, check_shared, degrees, what)
+
+
+def test_a_block_that_is_used_again_has_no_place_in_a_pipeline():
+    dims = dtcp.ParallelDims(pp=2, world_size=2)
+    with pytest.raises(ValueError, match=r"has a block in model.layers several times.* use pp=1"):
+        dtcp.parallelize(
+            shares_parts(make_model(), "block"), dims, context_plan=PLAN, pipeline=dtcp.PipelineOptions(width=WIDTH)
+        )
+
+
+def share_with_root(rank: int, world: int) -> None:
+    dims = dtcp.ParallelDims(cp=world, world_size=world)
+    dims.build_mesh("cpu")
+    model = make_model()
+    model.layers["0"].mlp.weight = model.extra = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    dtcp.parallelize(model, dims, context_plan=PLAN)
+
+
+def test_a_block_that_shares_a_weight_with_the_root_is_refused_by_name(ranks):
+    ranks.run_expecting(2, share_with_root, ValueError, r"shares extra with the rest of the model")

@@ -5,13 +5,14 @@ A gradient that ranks hold a part of is gathered; one that they all hold whole i
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtcp.doctor.subject import Subject, whole_tensor
 from dtcp.models.init import plain_name
@@ -49,6 +50,29 @@ def gather_weights(subject: Subject) -> tuple[dict[str, Tensor], list[str]]:
         if dist.get_rank() == 0:
             weights[name] = weight.clone()
     return weights, different
+
+
+def digests_of_buffers(model: nn.Module) -> dict[str, str]:
+    """Return a digest of each buffer, whole, by plain name. Collective if the model is cut."""
+    digests = {}
+    for name, buffer in model.named_buffers():
+        held = whole_tensor(buffer.detach()).cpu().contiguous()
+        numbers = held.flatten().view(torch.uint8).numpy()
+        digests[plain_name(name)] = hashlib.sha256(numbers.tobytes()).hexdigest()
+    return digests
+
+
+def different_buffers(subject: Subject) -> tuple[dict[str, str], list[str]]:
+    """Return the digests of buffers over all stages, and the names of those that ranks hold differently. Collective."""
+    by_rank: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, digests_of_buffers(subject.model))
+    merged: dict[str, str] = {}
+    different: dict[str, None] = {}
+    for digests in by_rank:
+        for name, digest in digests.items():
+            if merged.setdefault(name, digest) != digest:
+                different[name] = None
+    return merged, list(different)
 
 
 def gather_gradients(

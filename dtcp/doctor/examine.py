@@ -11,12 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtcp
-from dtcp.doctor.compare import NOISE, TOLERANCE, Deviation, error_of, gather_gradients, gather_weights
-from dtcp.doctor.config import DoctorJobConfig, ReferenceDType
+from dtcp.doctor.compare import (
+    NOISE,
+    TOLERANCE,
+    Deviation,
+    different_buffers,
+    digests_of_buffers,
+    error_of,
+    gather_gradients,
+    gather_weights,
+)
+from dtcp.doctor.config import DoctorJobConfig, Door, ReferenceDType
 from dtcp.doctor.hints import backward_of_attention, explain
+from dtcp.doctor.reached import unexamined
 from dtcp.doctor.record import Recording, Traffic, record
 from dtcp.doctor.reference import Outcome, Reference
-from dtcp.doctor.report import Comparison, Report, largest
+from dtcp.doctor.report import NUM_WORST, Comparison, Report, largest
 from dtcp.doctor.subject import Subject
 from dtcp.train.config import DType
 from dtcp.train.session import agreed
@@ -25,6 +35,7 @@ HALF_FACTOR = 2.0  # of one rank's own error in bfloat16: both round, and not al
 HALF_FLOOR = 0.02  # relative; gradients of few elements are chance in bfloat16
 MOST_HALF = 0.5  # relative, at all: what is farther off is wrong, whatever one rank's own error
 MOST_ROUNDING = 1e-3  # that float32 is forgiven: a model that amplifies it more cannot be told from a wrong one
+NOTHING = 1e-7  # of the global norm: a gradient so small is rounding, and its errors are not seen
 ROUNDING_FACTOR = 4.0  # of one rank's own error in float32, where that is near the limit
 
 
@@ -40,8 +51,11 @@ def examine(config: DoctorJobConfig, device: torch.device | str = "cpu") -> Repo
     """
     examination = _Examination(config, torch.device(device))
     examination.in_float32()
-    if examination.report.is_right and DType.bfloat16 in (config.training.param_dtype, config.training.reduce_dtype):
-        examination.in_bfloat16()
+    if examination.report.is_right:
+        if DType.bfloat16 in (config.training.param_dtype, config.training.reduce_dtype):
+            examination.in_narrow(torch.bfloat16)
+        elif examination.built_in is not None:
+            examination.in_narrow(examination.built_in)
     return examination.report
 
 
@@ -52,6 +66,7 @@ class _Examination:
         self.config, self.device = config, device
         self.reference: Reference | None = None
         self.right: Outcome | None = None
+        self.built_in: torch.dtype | None = None
         self.report = Report("")
 
     @property
@@ -63,9 +78,13 @@ class _Examination:
         """The strict comparison, and everything that is measured beside it."""
         subject = self._subject(param_dtype=DType.float32, reduce_dtype=DType.float32)
         self.report.job = subject.describe()
+        self.built_in = subject.built_in
+        if self.built_in is not None:
+            dtype = str(self.built_in).removeprefix("torch.")
+            self.report.job += f"\nbuilt in {dtype}: compared in float32 first, then in {dtype}"
         self._take_weights(subject)
         loss, norm = subject.take_step()
-        self._run_reference()
+        self._run_reference(subject)
         gathered, comparison = self._compare(subject, loss, norm, {})
         if not comparison.is_right:
             limits = self._limits_of_rounding(subject)
@@ -75,16 +94,16 @@ class _Examination:
         if not comparison.is_right:
             self._explain(subject, gathered, comparison)
 
-    def in_bfloat16(self) -> None:
+    def in_narrow(self, dtype: torch.dtype) -> None:
         """The job in its own precision; one rank's own error in it is the measure."""
-        subject = self._subject()
+        subject = self._subject(keeps_dtype=True)
         loss, norm = subject.take_step()
         limits: dict[str, float] = {}
         number_limit = 0.0
         with agreed():
             if self.is_first:
                 assert self.reference is not None and self.right is not None
-                half = self.reference.run_in(torch.bfloat16)
+                half = self.reference.run_in(dtype)
                 scale = self.right.grad_norm
                 errors = {n: error_of(half.gradients[n], g, scale) for n, g in self.right.gradients.items()}
                 typical = sorted(errors.values())[len(errors) // 2]
@@ -95,15 +114,16 @@ class _Examination:
         self.report.comparisons.append(comparison)
         if not comparison.is_right:
             self.report.hints.append(
-                "the same mesh is right in float32: look for sums over ranks in bfloat16 (training.reduce_dtype), or "
-                "parts that compute in another precision than on one rank"
+                f"the same mesh is right in float32: look for sums over ranks in {subject.dtype} "
+                "(training.reduce_dtype), or parts that compute in another precision than on one rank"
             )
 
     # ---- steps ----
 
-    def _subject(self, **dtypes: Any) -> Subject:
+    def _subject(self, *, keeps_dtype: bool = False, **dtypes: Any) -> Subject:
         training = dataclasses.replace(self.config.training, **dtypes)
-        return Subject(dataclasses.replace(self.config, training=training), self.device)
+        config = dataclasses.replace(self.config, training=training)
+        return Subject(config, self.device, keeps_dtype=keeps_dtype)
 
     def _take_weights(self, subject: Subject) -> None:
         weights, different = gather_weights(subject)
@@ -112,21 +132,36 @@ class _Examination:
                 f"ranks begin with different weights: {len(different)} parameter(s), {different[0]} …; seed all ranks "
                 "alike, or broadcast the first rank's"
             )
+        buffers, different = different_buffers(subject)
+        if different:
+            self.report.problems.append(
+                f"ranks begin with different buffers: {', '.join(different[:NUM_WORST])}; make them alike on all ranks "
+                "(from a seed that does not depend on the rank), or broadcast the first rank's"
+            )
+        anew: list[str] = []
         with agreed():
             if self.is_first:
                 self.reference = Reference(subject.make_whole_model(), weights, subject.whole_batch())
+                digests = digests_of_buffers(self.reference.model)
+                anew = [n for n, digest in digests.items() if buffers.get(n, digest) != digest and n not in different]
+        if anew := _from_first(anew):
+            self.report.problems.append(
+                f"every call of doctor.model gives other buffers: {', '.join(anew[:NUM_WORST])}; draw them from a seed"
+            )
 
-    def _run_reference(self) -> None:
+    def _run_reference(self, subject: Subject) -> None:
+        found: tuple[list[str], list[str], int] = [], [], 0
         with agreed():
             if self.is_first:
                 assert self.reference is not None
                 is_wide = self.config.doctor.reference_dtype is ReferenceDType.float64
-                self.right = self.reference.run_in(torch.float64) if is_wide else self.reference.outcome
-                if not self.reference.is_repeatable():
-                    raise ValueError(
-                        "the model does not give the same twice on one rank: it draws random numbers (F.dropout, "
-                        "randn), which would differ on every mesh; draw none, or use dtcp.Dropout with keys"
-                    )
+                model = self.reference.model
+                with subject.told(model):
+                    self.right = self.reference.run_in(torch.float64) if is_wide else self.reference.outcome
+                    changed = self.reference.check_repeatable()
+                names = unexamined(model, self.right.gradients, self.right.grad_norm, NOTHING)
+                found = changed, names, sum(parameter.requires_grad for parameter in model.parameters())
+        self.report.changed_buffers, self.report.unexamined, self.report.num_trainable = _from_first(found)
 
     def _limits_of_rounding(self, subject: Subject) -> dict[str, float]:
         """What float32 can do at all: one rank's own distance from float64, which then becomes the reference."""
@@ -158,7 +193,7 @@ class _Examination:
         arrived = {deviation.name for deviation in deviations}
         dtype = self.config.doctor.reference_dtype.value if not limits or number_limit > TOLERANCE else "float64"
         comparison = Comparison(
-            dtype=subject.config.training.param_dtype.value,
+            dtype=subject.dtype,
             reference_dtype=dtype,
             loss=loss,
             reference_loss=right_loss,
@@ -181,7 +216,7 @@ class _Examination:
                 elif not comparison.missing:
                     hints += explain(subject, self.reference, self.right, gathered, comparison.deviations)
         self.report.hints += _from_first(hints)
-        if not self.report.hints:
+        if not self.report.hints and not self.report.problems:
             self.report.hints.append(_where(comparison.deviations))
 
     def _record(self, subject: Subject) -> None:
@@ -216,20 +251,30 @@ class _Examination:
                 _, whole = record(lambda: self.reference.forward_of_rows(rows), blocks, None)  # type: ignore[union-attr]
                 kept = whole.kept_bytes
                 if subject.dims.cp > 1:
-                    problems = _missed(wanted, self.report.attention_calls)
+                    problems = _missed(wanted, self.report.attention_calls, self.config.doctor.door)
         problems, self.report.whole_kept_bytes = _from_first((problems, kept))
         self.report.problems += problems
 
 
-def _missed(wanted: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+def _missed(wanted: Mapping[str, int], found: Mapping[str, int], door: Door) -> list[str]:
     missed = [name for name, count in wanted.items() if found.get(name, 0) < count]
     if not missed:
         return []
     return [
         f"attention of {', '.join(missed)} bypasses dtcp: {sum(wanted[n] for n in missed)} call(s) of "
         f"F.scaled_dot_product_attention on one rank, {sum(found.get(n, 0) for n in missed)} of dtcp's here; their "
-        "queries see the tokens of their own rank only"
+        f"queries see the tokens of their own rank only; {_CURES[door]}"
     ]
+
+
+_CURES = {
+    Door.plan: (
+        "name the module whose forward(query, key, value) they are in the plan (context_plan= of dtcp.parallelize, "
+        "doctor.context_plan=), or take the other door: context_plan={} and with dtcp.context_parallel(...) around "
+        "the step, which doctor.door=context examines"
+    ),
+    Door.context: "have them call F.scaled_dot_product_attention by that name, in the thread of the context",
+}
 
 
 def _errors_of_attention(subject: Subject) -> tuple[float, dict[str, float]] | None:

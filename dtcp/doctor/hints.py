@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dtcp.doctor.compare import CLEAR, TOLERANCE, Deviation
-from dtcp.doctor.reference import IGNORED, Fault, Outcome, Reference
+from dtcp.doctor.own import hooked_parameters
+from dtcp.doctor.reference import EVERY, IGNORED, Fault, Outcome, Reference
 from dtcp.doctor.subject import Subject
 from dtcp.layout import SequenceLayout
 
@@ -55,7 +56,7 @@ def explain(
         return [*hints, hint]
     if subject.dims.cp > 1 and reference.mixes_tokens_elsewhere():
         return [*hints, _MIXES_TOKENS]
-    return [*hints, *_factors_of_some(wrong, subject)]
+    return [*hints, *_hooked(wrong, reference), *_factors_of_some(wrong, subject)]
 
 
 def fit_all(gradients: Gradients, reference: Gradients) -> tuple[float, float]:
@@ -125,13 +126,26 @@ def _factor_hint(factor: float, subject: Subject) -> str:
 
 def _factors_of_some(wrong: Sequence[Deviation], subject: Subject) -> Iterator[str]:
     by_factor: dict[str, list[str]] = {}
-    for deviation in wrong:
-        if deviation.residual <= CLEAR and not deviation.complete_over:
+    left = [deviation for deviation in wrong if not deviation.complete_over]
+    # One times the right one is no factor, and that one gradient of many has a factor says nothing of the others.
+    explained = [d for d in left if d.residual <= CLEAR and abs(d.factor - 1) > 0.01]
+    if 2 * len(explained) >= len(left):
+        for deviation in explained:
             by_factor.setdefault(factor_name(deviation.factor, subject), []).append(deviation.name)
     for name, names in by_factor.items():
         yield (
             f"the gradient of {len(names)} parameter(s), {names[0]} …, is {name}: counted more than once, or averaged "
             "where it has to be added"
+        )
+
+
+def _hooked(wrong: Sequence[Deviation], reference: Reference) -> Iterator[str]:
+    names = sorted({d.name for d in wrong} & {*hooked_parameters(reference.model)})
+    if names:
+        yield (
+            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}: a hook on the gradient (register_hook) changes "
+            "it on one rank, and is lost where FSDP2 puts another parameter in place, or sees a share only; do what it "
+            "does to the gradient after the backward, before the optimizer's step"
         )
 
 
@@ -169,7 +183,15 @@ def suspicions(subject: Subject, reference: Reference) -> Iterator[Fault]:
             + _GIVE_POSITIONS,
             positions=_local_positions(layout, batch.positions),
         )
-        calls = sum(reference.count_attention_calls(subject.named_blocks(reference.model)).values())
+        calls = reference.num_attention_calls()
+        if calls > 1:
+            yield Fault(
+                f"all {calls} attention calls bypass dtcp's dispatch: queries see the keys of their own rank only; "
+                "have them call F.scaled_dot_product_attention inside dtcp.context_parallel(...), "
+                "doctor.door=context, or name their modules in the plan",
+                parts=parts,
+                layer=EVERY,
+            )
         for layer in range(calls):
             yield Fault(
                 f"attention call {layer} of {calls} (from 0) bypasses dtcp's dispatch: its queries see the keys of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,7 @@ class Reference:
                         "style of torch.distributed.tensor.parallel"
                     )
                 parameter.copy_(weights[name])
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     @torch.no_grad()
     def run_in(self, dtype: torch.dtype) -> Outcome:
@@ -143,12 +144,46 @@ class Reference:
         """The right one, in the dtype of the weights."""
         return self.run()
 
-    def is_repeatable(self) -> bool:
-        """Whether another run gives the same: a model that draws random numbers has no gradient to compare."""
-        again = self.run()
-        return again.loss == self.outcome.loss and all(
-            torch.equal(again.gradients[name], gradient) for name, gradient in self.outcome.gradients.items()
-        )
+    def check_repeatable(self) -> list[str]:
+        """Return the buffers that a forward changes and does not read.
+
+        Raises:
+            ValueError: If another run gives something else: then there is no gradient to compare.
+        """
+        outcome = self.outcome
+        changed = [name for name, x in self.model.named_buffers() if not torch.equal(x, self._buffers[name])]
+        is_same = _is_same(outcome, self.run())
+        self._set_buffers(self._buffers)
+        if changed:
+            # What was changed by little may be read and make no difference this time.
+            reads = not is_same and _is_same(self._run_anew(), self._run_anew())
+            if reads or (is_same and not _is_same(outcome, self._run_anew(disturbed=changed))):
+                raise ValueError(
+                    f"the forward changes the buffer(s) {_first(changed)} and reads them, so it does not give the same "
+                    "twice, and each rank changes them by its own tokens; update them after the step, from sums over "
+                    "all ranks, or freeze them for the examination"
+                )
+        if not is_same:
+            raise ValueError(
+                "the model does not give the same twice on one rank: it draws random numbers (F.dropout, randn), which "
+                "would differ on every mesh; draw none, or use dtcp.Dropout with keys"
+            )
+        return changed
+
+    def _run_anew(self, disturbed: Sequence[str] = ()) -> Outcome:
+        """`run` from the buffers of the start, some of them ``disturbed``; and leave them so."""
+        generator = torch.Generator().manual_seed(0)
+        noise = {n: torch.rand(self._buffers[n].shape, generator=generator) for n in disturbed}
+        noisy = {n: (self._buffers[n] + x.to(self._buffers[n].device) + 0.5) for n, x in noise.items()}
+        self._set_buffers(self._buffers | noisy)
+        outcome = self.run()
+        self._set_buffers(self._buffers)
+        return outcome
+
+    @torch.no_grad()
+    def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(values[name])
 
     @torch.no_grad()
     def mixes_tokens_elsewhere(self) -> bool:
@@ -163,13 +198,27 @@ class Reference:
             after = self._forward(slice(0, 1), dataclasses.replace(RIGHT, tokens=changed))
         return not torch.equal(before[:, 1:], after[:, 1:])
 
+    @torch.no_grad()
+    def num_attention_calls(self) -> int:
+        """How often a forward calls ``F.scaled_dot_product_attention``."""
+        mode = _AttentionMode()
+        with mode:
+            self._forward(slice(0, 1), RIGHT)
+        return len(mode.callers)
+
     def count_attention_calls(self, blocks: Mapping[str, nn.Module]) -> dict[str, int]:
-        """How often each block calls ``F.scaled_dot_product_attention`` in a forward."""
+        """How often each block calls ``F.scaled_dot_product_attention`` when it is used first."""
         counts = dict.fromkeys(blocks, 0)
         mode = _AttentionMode()
         handles = []
+        entered: set[str] = set()
+
+        def enter(name: str) -> None:
+            mode.enter(None if name in entered else name)  # of a block that is used several times, the first use
+            entered.add(name)
+
         for name, block in blocks.items():
-            handles.append(block.register_forward_pre_hook(lambda *_, name=name: mode.enter(name)))
+            handles.append(block.register_forward_pre_hook(lambda *_, name=name: enter(name)))
             handles.append(block.register_forward_hook(lambda *_: mode.enter(None)))
         with torch.no_grad(), mode:
             self._forward(slice(0, 1), RIGHT)
@@ -205,6 +254,16 @@ class Reference:
             name: parameter * fault.factor for name, parameter in self.model.named_parameters() if name in fault.scaled
         }
         return torch.func.functional_call(self.model, scaled, (tokens,), inputs)
+
+
+def _first(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def _is_same(one: Outcome, other: Outcome) -> bool:
+    return one.loss == other.loss and all(
+        torch.equal(other.gradients[name], gradient) for name, gradient in one.gradients.items()
+    )
 
 
 def check_logits(output: Any, tokens: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dtcp.doctor.compare import CLEAR, Deviation
 from dtcp.doctor.record import Traffic
 
 NUM_WORST = 8
+MOST_UNEXAMINED = 1 / 8  # of the parameters, in a right verdict: the biases of keys have none in any model
 
 
 @dataclass(slots=True)
@@ -53,11 +54,24 @@ class Report:
     whole_kept_bytes: dict[str, int] = field(default_factory=dict)  # of the uncut model, of as many rows
     attention_calls: dict[str, int] = field(default_factory=dict)  # by block, of dtcp's op
     pairs: list[int] = field(default_factory=list)  # by cp rank
+    unexamined: list[str] = field(default_factory=list)  # trainable, but with no gradient, or one of rounding alone
+    num_trainable: int = 0
+    changed_buffers: list[str] = field(default_factory=list)  # by the forward, which does not read them
 
     @property
     def is_right(self) -> bool:
         """The verdict."""
-        return not self.problems and all(comparison.is_right for comparison in self.comparisons)
+        return self.is_examined and not self.is_wrong
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a difference or another problem was found."""
+        return bool(self.problems) or not all(comparison.is_right for comparison in self.comparisons)
+
+    @property
+    def is_examined(self) -> bool:
+        """Whether enough gradients are there to say that nothing is wrong."""
+        return len(self.unexamined) <= MOST_UNEXAMINED * self.num_trainable
 
     @property
     def exit_code(self) -> int:
@@ -75,8 +89,35 @@ class Report:
         parts += [*self._pairs_lines(), *self._kept_lines(), *self._traffic_lines()]
         parts += [f"problem: {problem}" for problem in self.problems]
         parts += [f"it looks like this: {hint}" for hint in self.hints]
-        verdict = "RIGHT: this mesh trains as one rank does" if self.is_right else "WRONG: not what one rank computes"
-        return "\n".join([*parts, verdict])
+        return "\n".join([*parts, *self._unexamined_lines(), self._verdict()])
+
+    def _verdict(self) -> str:
+        if self.is_wrong:
+            return "WRONG: not what one rank computes"
+        if not self.is_examined:
+            return "UNDECIDED: nothing wrong was seen, but too many gradients are zero to see it"
+        return "RIGHT: this mesh trains as one rank does"
+
+    def _unexamined_lines(self) -> list[str]:
+        lines = []
+        if self.changed_buffers:
+            lines.append(
+                f"not compared: buffers that the forward changes by its own tokens, {_some(self.changed_buffers)}; add "
+                "them up over the ranks before they are used"
+            )
+        if not self.unexamined:
+            return lines
+        names = _some(self.unexamined)
+        line = (
+            f"not examined: {len(self.unexamined)} of {self.num_trainable} parameters have no gradient on one rank, or "
+            f"one of rounding alone: {names}"
+        )
+        if not self.is_examined:
+            line += (
+                "; have the forward reach them, give more tokens (doctor.seq_len, doctor.rows), or freeze what is not "
+                "trained (requires_grad_(False))"
+            )
+        return [*lines, line]
 
     def _pairs_lines(self) -> list[str]:
         if len(self.pairs) < 2:
@@ -98,6 +139,10 @@ class Report:
         lines = [f"{'axis':<14}{'what is sent in a step':<24}{'calls':>7}{'KiB from a rank':>17}"]
         lines += [f"{t.axis:<14}{t.kind:<24}{t.count:>7}{_kib(t.num_bytes):>17}" for t in self.traffic]
         return [*lines, ""]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NUM_WORST]) + (", …" if len(names) > NUM_WORST else "")
 
 
 def _comparison_lines(comparison: Comparison) -> list[str]:

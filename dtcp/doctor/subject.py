@@ -6,14 +6,17 @@ Shapes: B rows, S = seq_len.
 import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dtcp
-from dtcp.doctor.config import DoctorJobConfig, Door, load, load_function, small_job
+from dtcp.doctor.config import DoctorJobConfig, Door, small_job
+from dtcp.doctor.own import call_own, load_plan, narrow_dtype, told_in_one_line, widen
+from dtcp.doctor.reached import any_requires_gradient, check_all_reach_the_same, names_of_leaves, reached_leaves
 from dtcp.doctor.reference import Batch, check_logits
 from dtcp.documents import Documents
 from dtcp.dropout import Dropout
@@ -32,21 +35,30 @@ from dtcp.train.trainer import Trainer, seed_everything
 NOISE = Init(std=0.1)  # added to norms and biases, which start at 1 and 0: a bias that counts twice has to show
 
 
+def _noise_of(shape: torch.Size) -> Init:
+    """What is added to a tensor that starts constant: a matrix of zeros in the residual stream hides what is before."""
+    return NOISE if len(shape) < 2 else Init(std=min(0.1, shape[-1] ** -0.5))
+
+
 class Subject(Trainer):
     """The trainer, with some labels ignored, norms and biases off their starting values, and any model.
 
     Attributes:
         options: The section ``doctor``.
+        built_in: Of a model of the user's, the dtype narrower than float32 that it was built in, if it was.
+        keeps_dtype: Whether it is examined in that; else in float32, so that nothing hides in rounding.
     """
 
-    def __init__(self, config: DoctorJobConfig, device: torch.device) -> None:
+    def __init__(self, config: DoctorJobConfig, device: torch.device, *, keeps_dtype: bool = False) -> None:
+        self.built_in: torch.dtype | None = None
+        self.keeps_dtype = keeps_dtype
         with agreed():
             small = small_job(config)
             if config.doctor.model is None:
                 check_fits(to_model_config(small.model).num_parameters, device)
         self.options = config.doctor
         super().__init__(small, device)
-        if config.model.weights is None:
+        if config.model.weights is None or self.options.model is not None:
             self._disturb()
 
     def read_rows(self, step: int, row_indices: Sequence[int]) -> Rows:
@@ -68,10 +80,25 @@ class Subject(Trainer):
 
     def take_step(self) -> tuple[float, float]:
         """Forward and backward of the job: its loss and gradient norm. The gradients stay, as the optimizer's."""
-        share, _ = self.compute_gradients(self.read_microbatches())
+        microbatches = self.read_microbatches()
+        with self.told(self.model):
+            share, _ = self.compute_gradients(microbatches)
         norm = clip_grad_norm_(self.model, math.inf, self.dims).item()
         loss, _ = self._sum_over_ranks(share, False)
         return loss, norm
+
+    @property
+    def dtype(self) -> str:
+        """In which the job computes."""
+        own = self.built_in if self.keeps_dtype else None
+        return str(own).removeprefix("torch.") if own is not None else self.config.training.param_dtype.value
+
+    def told(self, model: nn.Module, what: str = "the step") -> AbstractContextManager[None]:
+        """Inside it, what a model of the user's raises is told in one line."""
+        if self.options.model is None:
+            return nullcontext()
+        num_ids, seq_len = self.dataset.tokenizer.vocab_size, self.layout.seq_len
+        return told_in_one_line(model, what, num_ids=num_ids, seq_len=seq_len)
 
     def whole_batch(self) -> Batch:
         """Return all rows of the step, uncut."""
@@ -136,10 +163,25 @@ class Subject(Trainer):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Logits, as what they have to be."""
-        return check_logits(super().forward(microbatch), microbatch.tokens)
+        logits = check_logits(super().forward(microbatch), microbatch.tokens)
+        if self.options.model is not None and logits.size(-1) < (num_ids := self.dataset.tokenizer.vocab_size):
+            raise ValueError(
+                f"doctor.model={self.options.model} gives logits of {logits.size(-1)} words, and the data's tokenizer "
+                f"has {num_ids} ids; give the model a vocabulary of {num_ids}, or gather the logits that a plan has cut"
+            )
+        return logits
 
     def loss(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
-        """As the trainer, by the door that is examined."""
+        """As the trainer, by the door that is examined; the ranks agree on which parameters the backward will reach."""
+        mesh = self.dims.view("loss")
+        if self.options.model is None or self.config.training.compile or mesh.size() == 1:
+            return self._loss_by_door(microbatch, num_valid_tokens)
+        with names_of_leaves(self.model) as leaves:
+            loss = self._loss_by_door(microbatch, num_valid_tokens)
+        check_all_reach_the_same(reached_leaves(loss, leaves), mesh.get_group())
+        return loss
+
+    def _loss_by_door(self, microbatch: Microbatch, num_valid_tokens: Tensor | int) -> Tensor:
         if self.options.door is Door.plan or (self.dims.cp == 1 and microbatch.documents is None):
             return super().loss(microbatch, num_valid_tokens)
         attention, layout = self.config.attention, microbatch.layout
@@ -165,8 +207,7 @@ class Subject(Trainer):
                 continue
             if self.options.model is None:
                 raise ValueError(f"doctor.{name} is for a doctor.model; dtcp has plans for its own models")
-            found = load(path, f"doctor.{name}")
-            plans[name] = found if isinstance(found, Mapping) else found(model)
+            plans[name] = load_plan(path, f"doctor.{name}", model)
         if self.options.door is Door.context:
             if self.dims.pp > 1:
                 raise ValueError("doctor.door=context is for models without stages, got mesh.pp > 1; use door=plan")
@@ -181,7 +222,10 @@ class Subject(Trainer):
             whole = self._make_own()
             if self.dims.pp > 1 and _is_on_meta(whole):
                 raise ValueError(f"doctor.model={self.options.model} has to have its weights already, with mesh.pp > 1")
-            return self._materialized(cut_model(whole, self.dims, self.config, **self.plans(whole)))
+            plans = self.plans(whole)
+            with self.told(whole, f"making doctor.model={self.options.model} parallel"):
+                cut = cut_model(whole, self.dims, self.config, **plans)
+            return self._materialized(cut)
 
     def _materialized(self, model: Any) -> nn.Module:
         """``model`` on this rank's device; one on the meta device with the weights and buffers of its seed."""
@@ -195,7 +239,7 @@ class Subject(Trainer):
         path = self.options.model
         assert path is not None
         torch.manual_seed(self.config.debug.seed)
-        model = load_function(path, "doctor.model")()
+        model = call_own(path, "doctor.model")
         if not isinstance(model, nn.Module):
             raise ValueError(f"doctor.model={path} has to give an nn.Module, got {type(model).__name__}")
         names = inspect.signature(model.forward).parameters
@@ -206,7 +250,12 @@ class Subject(Trainer):
             )
         if _is_on_meta(model) and not hasattr(model, "init_weights"):
             raise ValueError(f"doctor.model={path} is on the meta device; it needs init_weights(seed)")
+        if not any_requires_gradient(model):
+            raise ValueError(f"doctor.model={path}: nothing requires a gradient: there is nothing to train")
         self._num_own_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.built_in = narrow_dtype(model)
+        if self.built_in is not None and not self.keeps_dtype:
+            widen(model)
         drops = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout | Dropout) and m.p > 0]
         self._own_takes_keys = "dropout_keys" in names and bool(drops)
         if drops and not self._own_takes_keys:
@@ -218,13 +267,15 @@ class Subject(Trainer):
 
     @torch.no_grad()
     def _disturb(self) -> None:
-        """Add noise to norms and biases, the same on any mesh."""
+        """Add noise to norms, biases and all that starts constant, the same on any mesh."""
         for qualified_name, parameter in self.model.named_parameters():
-            if parameter.ndim < 2 and parameter.is_floating_point():
+            if not parameter.is_floating_point() or parameter.numel() == 0:
+                continue
+            full = whole_tensor(parameter.detach()).cpu()
+            if full.ndim < 2 or bool((full == full.flatten()[0]).all()):
                 name = plain_name(qualified_name)
-                noise = draw(parameter.shape, self.config.debug.seed + 1, name, NOISE).to(parameter.dtype)
-                full = whole_tensor(parameter.detach()).cpu() + noise
-                assign(parameter, full)
+                noise = draw(full.shape, self.config.debug.seed + 1, name, _noise_of(full.shape)).to(full.dtype)
+                assign(parameter, full + noise)
 
 
 def _is_on_meta(model: nn.Module) -> bool:

@@ -37,9 +37,9 @@ class DtcpAttention(Module):
     with DTensors.
 
     Attention is causal over the whole row, or a window of it. Positions that begin again with each document turn the
-    rotary embedding and mask nothing: where documents lie is said by ``dtcp.set_sequence(model, layout, documents=...)``
-    or ``dtcp.context_parallel(..., documents=...)``. The masks that torchtitan's own trainer makes of such positions
-    are refused.
+    rotary embedding and mask nothing: where documents lie is said by
+    ``dtcp.set_sequence(model, layout, documents=...)`` or ``dtcp.context_parallel(..., documents=...)``. The masks that
+    torchtitan's own trainer makes of such positions are refused.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -84,8 +84,9 @@ class DtcpAttention(Module):
         """
         if attention_masks is not None:
             raise NotImplementedError(
-                f"dtcp's attention gets its masks elsewhere, got attention_masks={type(attention_masks).__name__}; call "
-                "model(tokens, positions), and say where documents lie by dtcp.set_sequence(model, layout, documents=...)"
+                f"dtcp's attention gets its masks elsewhere, got attention_masks={type(attention_masks).__name__}; "
+                "call model(tokens, positions), and say where documents lie by dtcp.set_sequence(model, layout, "
+                "documents=...)"
             )
         if scale is not None and abs(scale * q_BLNH.size(-1) ** 0.5 - 1) > 1e-6:
             raise NotImplementedError(

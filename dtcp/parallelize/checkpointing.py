@@ -77,14 +77,18 @@ def apply_activation_checkpointing(
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, functools.partial(_policy, saved)
         )
-    for name, block in blocks[::every]:
+    for _, original in blocks[::every]:
+        block = original
         if mode == "full":
             block = RecomputedBlock(block)
         elif mode == "selective":
             block = checkpoint_wrapper(block, **options)
         if offload:
             block = OffloadWrapper(block)
-        cast(Any, model.layers)[name] = block
+        layers = cast(Any, model.layers)
+        for key, other in list(layers.items() if isinstance(layers, nn.ModuleDict) else enumerate(layers)):
+            if other is original:
+                layers[key] = block
 
 
 def _checked_blocks(model: nn.Module, mode: str, every: int) -> list[tuple[Any, nn.Module]]:

@@ -48,13 +48,41 @@ def apply_fsdp(
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, shard_placement_fn=placement
     )
-    for _, block in blocks:
+    for block in _together(model, [block for _, block in blocks]):
         shard(block, reshard_after_forward=reshard_after_forward)
     shard(model, reshard_after_forward=False)
     for unit in _units(model):
         # Gradients are shares. gloo has no PREMUL_SUM, which a divide factor alone would ask for.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _together(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module | list[nn.Module]]:
+    """Blocks in order; those that share parameters, as several layers with one attention do, in one unit.
+
+    Raises:
+        ValueError: If a block shares a parameter with what is outside of the blocks: the root gathers that one.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = {
+        id(parameter): f"{name}.{leaf}" if name else leaf
+        for name, module in model.named_modules()
+        if id(module) not in inside
+        for leaf, parameter in module.named_parameters(recurse=False)
+    }
+    units: list[tuple[list[nn.Module], set[int]]] = []
+    for block in blocks:
+        held = {id(parameter) for parameter in block.parameters()}
+        if common := sorted(outside[i] for i in held & outside.keys()):
+            raise ValueError(
+                f"apply_fsdp cannot shard a block that shares {common[0]} with the rest of the model; give that weight "
+                "to the block's forward as an argument, as dtcp.models do with a tied head's"
+            )
+        modules = [block]
+        for others, theirs in [unit for unit in units if unit[1] & held]:
+            modules, held = others + modules, held | theirs
+        units = [unit for unit in units if not unit[1] & held] + [(modules, held)]
+    return [modules[0] if len(modules) == 1 else modules for modules, _ in units]
 
 
 def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:

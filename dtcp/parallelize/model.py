@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtcp.parallelize.blocks import named_blocks
+from dtcp.parallelize.blocks import is_used_again, named_blocks
+from dtcp.parallelize.watch import watch_planned
 
 if TYPE_CHECKING:  # what a step needs is loaded when the step is taken: `import dtcp` stays light
     from torch.distributed.fsdp import OffloadPolicy
@@ -99,8 +100,6 @@ def parallelize(
     Raises:
         ValueError, NotImplementedError: Of the steps, before anything is sent.
     """
-    from torch.distributed.tensor.parallel import parallelize_module
-
     from dtcp.parallelize.checkpointing import apply_activation_checkpointing
     from dtcp.parallelize.context import ContextParallel
 
@@ -111,22 +110,43 @@ def parallelize(
 
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     style = ContextParallel(strategy=strategy, kernel=kernel)  # checks the names also where cp is 1
+    planned: dict[str, nn.Module] = {}
     if dims.cp > 1 or packed_documents:
-        for block in _blocks(model):
-            plan = _context_plan(block, style) if context_plan is None else dict(context_plan)
-            if plan:
-                parallelize_module(block, dims.view("cp"), plan)
+        planned = _apply_context_plan(model, dims, style, context_plan)
     apply_activation_checkpointing(model, activation_checkpointing, every=checkpoint_every, offload=offload_activations)
     if compile:
         for block in _blocks(model):
             # Per block: the hooks of FSDP2 around it break no graph, and equal blocks share their compiled code.
             block.compile(fullgraph=True, **(compile if isinstance(compile, Mapping) else {}))
+    elif planned and dims.pp == 1:  # a hook on what is compiled would be traced
+        watch_planned(model, planned)
     sharding = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "offload_policy": offload_policy}
     if dims.pp > 1:
         divisor = dims.tp if sequence_parallel else 1
         return _make_pipeline(model, dims, pipeline or PipelineOptions(), divisor, sharding)
     _shard(model, dims, sharding)
     return model
+
+
+def _apply_context_plan(
+    model: nn.Module, dims: ParallelDims, style: ParallelStyle, context_plan: Mapping[str, ParallelStyle] | None
+) -> dict[str, nn.Module]:
+    """Apply the plan to every block, and return the modules by name that are context parallel then."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from dtcp.parallelize.context import _ContextParallelModule
+    from dtcp.parallelize.unmatched import visit_once
+
+    done: set[int] = set()
+    for block in _blocks(model):
+        plan = visit_once(block, _context_plan(block, style) if context_plan is None else context_plan)
+        # Attention that blocks share has been visited with the first of them.
+        shared = {name for name, module in block.named_modules() if id(module) in done}
+        plan = {name: entry for name, entry in plan.items() if name not in shared}
+        if plan:
+            parallelize_module(block, dims.view("cp"), plan)
+        done |= {id(module) for module in block.modules() if isinstance(module, _ContextParallelModule)}
+    return {name: module for name, module in model.named_modules() if id(module) in done}
 
 
 def _context_plan(block: nn.Module, style: ParallelStyle) -> dict[str, ParallelStyle]:
@@ -192,5 +212,10 @@ def _check(
     ):
         raise ValueError(
             f"a pipeline needs the width of the residual stream of {type(model).__name__}, which has no config.dim; "
-            "use pipeline=PipelineOptions(width=…)"
+            "give the model config.dim, or give parallelize pipeline=PipelineOptions(width=…)"
+        )
+    if dims.pp > 1 and is_used_again(model):
+        raise ValueError(
+            f"{type(model).__name__} has a block in model.layers several times, which stages on different ranks cannot "
+            f"share, got pp={dims.pp}; use pp=1"
         )

@@ -34,7 +34,7 @@ from dtcp.models.titan_config import is_titan_llama3
 from dtcp.parallelize.dropout import HeadParallelDropout, SequenceParallelDropout
 from dtcp.parallelize.sinks import HeadParallelSinks
 from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
-from dtcp.parallelize.unmatched import refuse_unmatched_keys
+from dtcp.parallelize.unmatched import refuse_unmatched_keys, visit_once
 
 Plan = dict[str, ParallelStyle]
 
@@ -62,7 +62,8 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     if not isinstance(model, GPT | Llama):
         raise ValueError(
             f"there is a tensor parallel plan for GPT, Llama and TitanLlama3, got {type(model).__name__}; write one "
-            "for its modules in the same way and give it to apply_tensor_parallel(model, dims, plan=...)"
+            "for its modules in the same way and give it to dtcp.parallelize(tensor_plan=...), or "
+            "apply_tensor_parallel(plan=...); the doctor takes it as doctor.tensor_plan=module:name"
         )
     plan: Plan = {"token_embedding": VocabularyParallelEmbedding(output_layout=stream)}
     if isinstance(model, GPT):
@@ -122,7 +123,7 @@ def apply_tensor_parallel(
         plan = tensor_parallel_plan(model, sequence_parallel=sequence_parallel)
     _check_model(model, dims.tp)
     refuse_unmatched_keys(model, plan)
-    parallelize_module(model, dims.view("tp"), dict(plan))
+    parallelize_module(model, dims.view("tp"), visit_once(model, plan))
     _check_heads_are_told(model, dims)
     _complete_gradients(model)
 

@@ -32,6 +32,31 @@ def refuse_unmatched_keys(model: nn.Module, plan: Mapping[str, ParallelStyle]) -
             )
 
 
+def visit_once(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Return ``plan``; for a model that has a module under several names, with one name for each module.
+
+    A key of patterns is then spelled out. A module that two entries name by the same name stays torch's to refuse.
+    """
+    names_of: dict[int, str] = {}
+    names = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    for name, module in names:
+        names_of.setdefault(id(module), name)
+    if len(names_of) == len(names):
+        return dict(plan)
+    spelled: dict[str, ParallelStyle] = {}
+    for key, style in plan.items():
+        matching = [(name, module) for name, module in names if _is_name_of(name, key)]
+        for name in dict.fromkeys(names_of[id(module)] for _, module in matching) or [key]:  # torch refuses that one
+            if type(spelled.setdefault(name, style)) is not type(style):
+                raise ValueError(f"plan key {key!r} gives {name}, which has an entry already, another: {style!r}")
+    return spelled
+
+
+def _is_name_of(name: str, key: str) -> bool:
+    parts, patterns = name.split("."), key.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch, parts, patterns))
+
+
 class _Warnings:
     """The module ``warnings`` for the module of ``parallelize_module``."""
 

@@ -1,0 +1,128 @@
+"""A model and plans of the user's own: called, checked, and what they raise told in one line that names them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtcp.doctor.config import load, load_function
+from dtcp.models.init import plain_name
+from dtcp.train.session import EXPECTED_ERRORS, JobError, one_line
+
+
+def call_own(path: str, key: str, *args: Any) -> Any:
+    """Call the function that ``path`` stands for.
+
+    Raises:
+        ValueError: If it raises anything, naming ``key``, that gave the path, and the kind of error.
+    """
+    function = load_function(path, key)
+    try:
+        return function(*args)
+    except Exception as error:
+        raise ValueError(f"{key}={path} raised {type(error).__name__}: {one_line(error)}") from error
+
+
+def load_plan(path: str, key: str, model: nn.Module) -> dict[str, ParallelStyle]:
+    """Return a plan that is a mapping, or what a function of the model makes.
+
+    Raises:
+        ValueError: If it is neither, or not of names and styles.
+    """
+    plan = load(path, key)
+    if not isinstance(plan, Mapping):
+        if not callable(plan):
+            raise ValueError(
+                f"{key}={path} has to be a mapping from module names to parallel styles, or a function of the model "
+                f"that returns one, got {type(plan).__name__}"
+            )
+        plan = call_own(path, key, model)
+        if not isinstance(plan, Mapping):
+            raise ValueError(f"{key}={path} has to return a mapping, got {type(plan).__name__}")
+    for name, style in plan.items():
+        if not isinstance(name, str) or not isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"{key}={path} has to be a mapping from module names to parallel styles, got {name!r}: "
+                f"{type(style).__name__}"
+            )
+    return dict(plan)
+
+
+def narrow_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of most parameters among those narrower than float32; None where there is none."""
+    narrow = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() < 4)
+    return narrow.most_common(1)[0][0] if narrow else None
+
+
+def widen(model: nn.Module) -> None:
+    """Make float32 of everything narrower, in place; parameters keep their hooks."""
+    model._apply(lambda x: x.float() if x.is_floating_point() and x.element_size() < 4 else x)
+
+
+def hooked_parameters(model: nn.Module) -> list[str]:
+    """Names of parameters with a hook on their gradient."""
+    return [
+        name
+        for name, x in model.named_parameters()
+        if x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None)
+    ]
+
+
+@contextlib.contextmanager
+def told_in_one_line(model: nn.Module, what: str, *, num_ids: int, seq_len: int) -> Iterator[None]:
+    """Name the module whose forward fails, in place of a traceback.
+
+    Args:
+        what: Is done, for failures outside of any module.
+        num_ids: Of the data's tokenizer.
+        seq_len: Positions that there are.
+
+    Raises:
+        ValueError: In place of whatever the model raises; refusals of the library stay what they are.
+    """
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        if _is_refusal(error):
+            if isinstance(error, EXPECTED_ERRORS):
+                raise
+            raise ValueError(one_line(error)) from error
+        name, module = _failing_module(error, model)
+        where = what if module is None else f"the forward of {name} ({type(module).__name__})"
+        more = ""
+        if isinstance(module, nn.Embedding):
+            more = (
+                f"; it has {module.num_embeddings} rows, and the data's tokenizer has {num_ids} ids and the sequence "
+                f"{seq_len} positions: give the model more rows, or the job another data.tokenizer or a shorter "
+                "doctor.seq_len"
+            )
+        raise ValueError(f"{where} failed with {type(error).__name__}: {one_line(error)}{more}") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the library itself raised: then the message says everything."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get("__name__", "")).startswith("dtcp.")
+
+
+def _failing_module(error: Exception, model: nn.Module) -> tuple[str, nn.Module | None]:
+    """The innermost module of ``model`` in whose methods the error was raised."""
+    names = {id(module): plain_name(f"{name}.").rstrip(".") for name, module in model.named_modules()}
+    found: tuple[str, nn.Module | None] = "", None
+    frame = error.__traceback__
+    while frame is not None:
+        inside = frame.tb_frame.f_locals.get("self")
+        if isinstance(inside, nn.Module) and id(inside) in names:
+            found = names[id(inside)] or "the model", inside
+        frame = frame.tb_next
+    return found
