@@ -7,6 +7,7 @@ Started as ``python rank_process.py <fd of a socket> <sys.path as JSON>``. The z
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -110,11 +111,14 @@ def _reset(environment: dict[str, str], cwd: str) -> None:
     import torch
     import torch.distributed as dist
 
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in groups:
         dist.destroy_process_group(group)
     if groups:
         del group, groups
+        _forget_meshes()
         gc.collect()  # gloo's sockets and threads go with the last reference, which meshes hold in cycles
     os.environ.clear()
     os.environ.update(environment)
@@ -125,14 +129,30 @@ def _reset(environment: dict[str, str], cwd: str) -> None:
     torch.set_num_threads(1)
     torch._C._set_deterministic_algorithms(False, warn_only=False)  # the public one imports Inductor, 1.2 s
     torch.set_float32_matmul_precision("highest")
-    if "torch.distributed.tensor.debug" in sys.modules:
-        # DTensor caches specs by the mesh's shape and names: the next test would meet groups that are gone.
-        torch.distributed.tensor.debug._clear_sharding_prop_cache()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+def _forget_meshes() -> None:
+    """Empty the caches that keep meshes, and with them hundreds of groups, whose threads wake up all the time."""
+    import torch
+
+    if "torch.distributed.tensor.debug" in sys.modules:
+        # DTensor caches specs by the mesh's shape and names: the next test would meet groups that are gone.
+        torch.distributed.tensor.debug._clear_sharding_prop_cache()
+    if redistribute := sys.modules.get("torch.distributed.tensor._redistribute"):
+        getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("torch.distributed.tensor"):
+            continue
+        own = [x for x in vars(module).values() if getattr(x, "__module__", None) == name]
+        members = [m for cls in own if isinstance(cls, type) for m in vars(cls).values()]
+        for cached in (*own, *(getattr(member, "__func__", member) for member in members)):
+            if isinstance(cached, functools._lru_cache_wrapper):
+                cached.cache_clear()
+    if collectives := sys.modules.get("dtcp.collectives"):
+        collectives.describe_axis.cache_clear()
 
 
 if __name__ == "__main__":
