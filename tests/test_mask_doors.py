@@ -261,7 +261,7 @@ def check_plan_refusals(rank: int, world: int) -> None:
         dtcp.set_sequence(model, dtcp.make_layout("head_tail", seq_len=12, cp=world), documents=documents)
     dtcp.set_sequence(model, packed, documents=documents)
     x = draw(2, 2, packed.local_seq_len, 8)
-    with raises(ValueError, "got mask, which would be left out; it takes sinks=, alibi_slopes= and attn_bias="):
+    with raises(TypeError, "got mask, which would be left out; it takes sinks=, alibi_slopes= and attn_bias="):
         model["attention"](x, x, x, mask=x)
     with dtcp.context_parallel(mesh, seq_len=13, layout="per_document", documents=documents) as cp:
         model["attention"](x, x, x)

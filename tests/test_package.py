@@ -152,7 +152,7 @@ def test_models_contain_no_parallel_code():
         if module.startswith("models"):
             # Dropout, also of attention weights, is to a model what attention is: a call that is exact however the
             # model is cut.
-            allowed = ("dropout", "dispatch.masked", "integrations.torchtitan")
+            allowed = ("dropout", "mask", "dispatch.masked", "integrations.torchtitan")
             assert all(other.startswith("models") or other in allowed for other in others), module
     assert not any(name.startswith("torch.distributed") for name in foreign(PACKAGE / "integrations" / "torchtitan.py"))
     for path in (PACKAGE / "models").rglob("*.py"):

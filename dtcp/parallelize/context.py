@@ -181,6 +181,11 @@ class _ContextParallelModule(nn.Module):
         if self._dtcp_is_plain:
             # Only a module that may drop takes keys.
             return super().forward(query, key, value, *() if dropout_keys is None else (dropout_keys,), **learned)
+        if unknown := set(learned) - {"sinks", "alibi_slopes", "attn_bias"}:
+            raise TypeError(
+                f"{type(self).__name__} is context parallel and got {', '.join(sorted(unknown))}, which would be left "
+                "out; it takes sinks=, alibi_slopes= and attn_bias="
+            )
         if self._dtcp_state is None:
             raise RuntimeError(
                 f"{type(self).__name__} does not know the sequence; call dtcp.set_sequence(model, layout) before the "
@@ -211,11 +216,6 @@ class _ContextParallelModule(nn.Module):
 
     def _dtcp_masks(self, learned: Mapping[str, Tensor | None], num_heads: int) -> CallMasks:
         """What a call masks and adds; ``learned`` are its sinks, slopes and bias, ``num_heads`` those of this rank."""
-        if unknown := set(learned) - {"sinks", "alibi_slopes", "attn_bias"}:
-            raise ValueError(
-                f"{type(self).__name__} is context parallel and got {', '.join(sorted(unknown))}, which would be left "
-                "out; it takes sinks=, alibi_slopes= and attn_bias="
-            )
         plan = self._dtcp_plan
         window = getattr(self, "window_size", NO_WINDOW) if plan.window_size is None else plan.window_size
         sinks, slopes, bias = (
