@@ -3,18 +3,30 @@
 
     python tools/bench_attention.py                              2 ranks, 2048 and 4096 tokens, every strategy x layout
     python tools/bench_attention.py --nproc 4 --seq-len 8192 --heads 8 --kv-heads 2 --dtype bfloat16 --strategy ring
+    python tools/bench_attention.py --mask documents window sinks --seq-len 4096          each with every layout
+    python tools/bench_attention.py --mask window --window 128 256 512 1024 2048 4096     work follows the window
     python tools/bench_attention.py --json results.json          the tables, and the records in a file
 
-The ranks are started here, one thread each. The single process calls torch's scaled_dot_product_attention. Everything
-is measured in turn in every repeat, so that a drift of the machine meets all alike; who is not measured sleeps. A
-rank's clock starts at a barrier, the slowest rank counts, and medians are compared. Before that, each configuration's
-output and gradients are compared with the single process, and the bytes that leave each rank are counted.
+The ranks are started here, one thread each. The single process computes the same mask in two ways: by the fastest
+exact way that torch offers (scaled_dot_product_attention, where it knows the mask; else a call for each document,
+blocks of queries with the keys that they see, one dense mask: tried beforehand, the fastest is named), and by dtcp's
+own attention of one rank. Everything is measured in turn in every repeat, so that a drift of the machine meets all
+alike; who is not measured sleeps. A rank's clock starts at a barrier, the slowest rank counts, and medians are
+compared. Before that, output and gradients of every configuration and every way are compared with
+dtcp.reference_attention (beyond 8192 tokens with scaled_dot_product_attention), and the bytes that leave each rank are
+counted.
 
-  ratio      median / median of the single process
-  limit      time of the single process x imbalance of the layout (most pairs on a rank / mean): what a rank needs for
-             its attention alone, at the speed of the single process, whatever the strategy
+  ratio      median / median of the faster of the single process's two
+  limit      time of the faster x imbalance of the layout under this mask (most pairs on a rank / mean): what a rank
+             needs for its attention alone, at the speed of the single process, whatever the strategy
+  pairs      allowed: what the mask lets queries see; computed: the tiles of all ranks, under a mask the whole rectangle
   bytes      keys, values and their gradients sent by a rank, copies to itself excluded, beside the closed form of
-             the strategy (none where the sequence is padded)
+             the strategy (none where the sequence is padded, nor where what a ring sends follows from a mask)
+
+Masks, causal but for full and prefix_lm:
+  causal, full        documents (--lengths)          documents_stdlib: a packed row of the .py files of Python's library
+  window (--window)   documents_window (both)        sinks: learned, one for each head    key_padding: half the last row
+  prefix_lm: a mask_mod, the first quarter is seen by all                    bias, alibi, softcap: without gradients
 
 On CUDA, rank r uses device r, the single process uses device 0, and the limit is divided by N, since then the ranks
 have N devices and the single process has one. Times come from CUDA events, the ranks talk NCCL. This is UNTESTED.
@@ -33,9 +45,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from attention_bench.masks import DEFAULT_WINDOW, MASK_NAMES, WITH_DOCUMENTS, WITH_LENGTHS, WITH_WINDOW
 from attention_bench.measure import benchmark
-from attention_bench.problem import TOLERANCES, BenchmarkError, Configuration, Problem
-from attention_bench.report import describe_environment, make_records, print_tables
+from attention_bench.problem import TOLERANCES, BenchmarkError, Case, Configuration, MaskChoice, Problem
+from attention_bench.report import describe_environment, make_records
+from attention_bench.tables import print_tables
 from rich.console import Console
 
 import dtcp
@@ -55,6 +69,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _length(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer of 0 or more, got {text!r}")
+    return int(text)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -65,9 +85,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--head-dim", type=_positive, default=64, metavar="D", help="64")
     add("--batch", type=_positive, default=1, metavar="B", help="rows (1)")
     add("--dtype", choices=TOLERANCES, default="float32", help="float32")
-    add("--layout", nargs="+", default=list(LAYOUT_NAMES), help=f"of {', '.join(LAYOUT_NAMES)} (all)")
+    layouts = f"of {', '.join(LAYOUT_NAMES)}, auto (all but auto; per_document where there are documents)"
+    add("--layout", nargs="+", help=layouts)
     add("--strategy", nargs="+", default=list(STRATEGY_NAMES), help=f"of {', '.join(STRATEGY_NAMES)} (all)")
-    add("--non-causal", action="store_true", help="full attention")
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--mask", nargs="+", metavar="NAME", help=f"of {', '.join(MASK_NAMES)}; each by itself (causal)")
+    mask.add_argument("--non-causal", dest="mask", action="store_const", const=["full"], help="--mask full")
+    add("--lengths", type=_length, nargs="+", metavar="L", help="of the documents of a row (S/2, S/4, S/4)")
+    window = f"tokens that a query sees, itself included; each by itself ({DEFAULT_WINDOW})"
+    add("--window", type=_positive, nargs="+", metavar="W", help=window)
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--backward", action="store_true", default=True, help="forward and backward (default)")
     passes.add_argument("--forward-only", dest="backward", action="store_false", help="forward without a graph")
@@ -87,21 +113,49 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if a.device == "cuda" and num_cuda < a.nproc:
         parser.error(f"--device cuda needs a device for each rank, got --nproc {a.nproc} and {num_cuda} device(s)")
     device = a.device if a.device != "auto" else "cuda" if num_cuda >= a.nproc else "cpu"
+    cases = _cases(parser, a)
     try:
-        for layout in a.layout:
-            dtcp.make_layout(layout, seq_len=1, cp=1)
+        for layout in a.layout or ():
+            dtcp.make_layout(layout, seq_len=1, cp=1, documents=dtcp.Documents.from_lengths([1]))
         for strategy in a.strategy:
             check_strategy(strategy, None)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
+    without = next((str(case.mask) for case in cases if case.mask.name not in WITH_DOCUMENTS), None)
+    if a.layout and "per_document" in a.layout and without:
+        parser.error(f"--layout per_document needs documents, which --mask {without} has none of; measure it by itself")
     folder = Path(a.json or "-").parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(a.json or "-").is_dir():
         parser.error(f"--json needs a file in a folder that can be written, got {a.json}")
-    problem = Problem(
-        a.nproc, a.batch, a.heads, a.kv_heads, a.head_dim, a.dtype, not a.non_causal, a.backward, device
-    )
-    choices = (dict.fromkeys(chosen) for chosen in (a.seq_len, a.layout, a.strategy))  # each once
-    return problem, list(itertools.starmap(Configuration, itertools.product(*choices)))
+    problem = Problem(a.nproc, a.batch, a.heads, a.kv_heads, a.head_dim, a.dtype, a.backward, device)
+    configurations = []
+    for case in cases:
+        possible = [n for n in LAYOUT_NAMES if n != "per_document" or case.mask.name in WITH_DOCUMENTS]
+        choices = (dict.fromkeys(chosen) for chosen in (a.layout or possible, a.strategy))  # each once
+        configurations += [Configuration(case, *chosen) for chosen in itertools.product(*choices)]
+    return problem, configurations
+
+
+def _cases(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Case]:
+    """Every length with every mask, and every window of those that have one."""
+    a = arguments
+    names = list(dict.fromkeys(a.mask or ["causal"]))
+    for name in names:
+        if name not in MASK_NAMES:
+            parser.error(f"--mask must be of {', '.join(MASK_NAMES)}, got {name!r}")
+    if a.lengths and not set(names) & set(WITH_LENGTHS):
+        parser.error(f"--lengths needs --mask {' or '.join(WITH_LENGTHS)}, got {' '.join(names)}")
+    if a.window and not set(names) & set(WITH_WINDOW):
+        parser.error(f"--window needs --mask {' or '.join(WITH_WINDOW)}, got {' '.join(names)}")
+    for seq_len in a.seq_len if a.lengths else ():
+        if sum(a.lengths) != seq_len:
+            parser.error(f"--lengths must add up to --seq-len, got {sum(a.lengths)} and {seq_len}")
+    cases = []
+    for seq_len, name in itertools.product(a.seq_len, names):
+        lengths = tuple(a.lengths) if a.lengths and name in WITH_LENGTHS else None
+        windows = (a.window or [DEFAULT_WINDOW]) if name in WITH_WINDOW else [None]
+        cases += [Case(seq_len, MaskChoice(name, window, lengths)) for window in windows]
+    return list(dict.fromkeys(cases))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    print_tables(Console() if sys.stdout.isatty() else Console(width=130), records)
+    print_tables(Console() if sys.stdout.isatty() else Console(width=170), records)
     return 0
 
 

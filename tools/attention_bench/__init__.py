@@ -1,1 +1,1 @@
-"""The parts of bench_attention.py: problem → sent, ranks → measure → report."""
+"""The parts of bench_attention.py: problem → masks → ways, passes, sent → single, ranks → measure → report → tables."""

@@ -20,18 +20,40 @@ class Problem:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    is_causal: bool
     with_backward: bool
     device: str  # "cpu" or "cuda"
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
-    """One row of the table."""
+class MaskChoice:
+    """Which pairs are seen; see ``masks.py`` for what follows from it."""
+
+    name: str
+    window: int | None = None  # tokens that a query sees, itself included
+    lengths: tuple[int, ...] | None = None  # of the documents
+
+    def __str__(self) -> str:
+        return self.name if self.window is None else f"{self.name}={self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is computed, whoever computes it."""
 
     seq_len: int
+    mask: MaskChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """How the ranks compute a case."""
+
+    case: Case
     layout: str
     strategy: str
+
+    def __str__(self) -> str:
+        return f"{self.case.seq_len} tokens, mask {self.case.mask}, layout {self.layout}, strategy {self.strategy}"
 
 
 class Seconds(NamedTuple):
@@ -56,9 +78,17 @@ class BenchmarkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One row of the table; the single process has no configuration."""
+    """One row of the table.
 
-    seq_len: int
-    configuration: Configuration | None
-    samples: list[Seconds]  # one for each repeat, of the slowest rank
-    checks: list[Check]  # one for each rank
+    Attributes:
+        computed_by: ``"torch"`` or ``"dtcp"`` in the single process, or how the ranks do it.
+        samples: One for each repeat, of the slowest rank.
+        checks: One for each rank; of the single process one.
+        way: Of several ways in which the single process can compute the case, the one that was fastest.
+    """
+
+    case: Case
+    computed_by: str | Configuration
+    samples: list[Seconds]
+    checks: list[Check]
+    way: list[str]

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import dtcp
+from attention_bench.masks import layout_of
 from attention_bench.problem import Configuration, Problem
 from dtcp import collectives
+
+_LIKE_FULL = ("full", "prefix_lm")  # a mask_mod may look at every key
+_LIKE_CAUSAL = ("causal", "sinks", "bias", "alibi", "softcap")
 
 
 @dataclass(slots=True)
@@ -70,18 +73,22 @@ def count_bytes() -> Iterator[SentBytes]:
 
 
 def closed_form_bytes(problem: Problem, configuration: Configuration) -> tuple[list[int], list[int]] | None:
-    """Return the bytes that each rank sends in the forward and in the backward; None if pads spoil the formulas.
+    """Return the bytes that each rank sends in the forward and in the backward.
+
+    None if pads spoil the formulas, or a mask: what a ring sends by documents, windows and padding follows from them.
 
     With P ranks of m tokens a rank passes on (P−1)·m rows of keys and values in the forward, again in the backward,
     and returns the gradients, in float32 at least, of as many rows. Rows that no later rank reads stay: in a causal
     ring the ranks above s need half of s's rows with head_tail, a quarter of the bytes in the mean; the ranks below
     need none with contiguous and all but the last with striped.
     """
-    layout = dtcp.make_layout(configuration.layout, seq_len=configuration.seq_len, cp=problem.num_ranks)
+    layout = layout_of(problem, configuration)
     if layout.padded_seq_len != layout.seq_len:
         return None
     last, m = layout.cp - 1, layout.local_seq_len
-    match configuration.strategy, configuration.layout if problem.is_causal else "full":
+    mask = configuration.case.mask.name
+    reads = "full" if mask in _LIKE_FULL else layout.name if mask in _LIKE_CAUSAL else "some"
+    match configuration.strategy, reads:
         case ("all_gather", _) | ("ring", "full"):
             passed, returned = [last * m] * layout.cp, [last * m] * layout.cp
         case "ring", "contiguous":
