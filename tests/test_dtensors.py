@@ -104,7 +104,7 @@ def check_refusals(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="queries and keys in one layout"):
         F.scaled_dot_product_attention(in_layout, other, other, is_causal=True)
     for options, message in [
-        ({"attn_mask": torch.ones(8, 8).bool()}, "with DTensors cut along the sequence; give it to dtcp.context_parallel_attention"),
+        ({"attn_mask": torch.ones(8, 8).bool()}, "with DTensors cut along the sequence; give it to dtcp.context_par"),
         ({"dropout_p": 0.1}, "dropout_p=0.1 with DTensors cut.*context_parallel_attention"),
     ]:
         with pytest.raises(NotImplementedError, match=message):
