@@ -63,6 +63,7 @@ class _Runs:
     stop: Integers
 
 
+@remembered(of=lambda _seq_len, _cp, documents, *_: documents)
 def choose_layout(
     seq_len: int,
     cp: int,
@@ -72,18 +73,6 @@ def choose_layout(
     window_size: tuple[int, int],
 ) -> str:
     """Return the name of the cheapest layout, the simplest of several; cached by value and logged once."""
-    return _choose(seq_len, cp, documents, multiple_of, is_causal, window_size)
-
-
-@remembered(of=lambda _seq_len, _cp, documents, *_: documents)
-def _choose(
-    seq_len: int,
-    cp: int,
-    documents: Documents | None,
-    multiple_of: int,
-    is_causal: bool,
-    window_size: tuple[int, int],
-) -> str:
     # The simplest first: it is taken where costs are equal.
     names = ("contiguous", "head_tail", "striped", *(() if documents is None else ("per_document",)))
     if cp == 1:
