@@ -81,7 +81,7 @@ class Documents:
         Raises:
             ValueError: If a length is negative, or they add up to something else, or rows to different lengths.
         """
-        rows = [_integers(row, "lengths") for row in _rows(lengths)]
+        rows = [_integers(row, "document lengths") for row in _rows(lengths, "document lengths")]
         for index, row in enumerate(rows):
             if (row < 0).any():
                 raise ValueError(f"document lengths must be 0 or more, got {int(row.min())} in row {index}")
@@ -102,8 +102,10 @@ class Documents:
         Raises:
             ValueError: If it does not begin with 0, falls, or ends at something else than ``seq_len``.
         """
-        ends = [_integers(row, "cu_seqlens") for row in _rows(cu_seqlens)]
-        places = ends if cu_seqlens_padded is None else [_integers(r, "cu_seqlens") for r in _rows(cu_seqlens_padded)]
+        ends = [_integers(row, "cu_seqlens") for row in _rows(cu_seqlens, "cu_seqlens")]
+        places = ends
+        if cu_seqlens_padded is not None:
+            places = [_integers(row, "cu_seqlens_padded") for row in _rows(cu_seqlens_padded, "cu_seqlens_padded")]
         for row in (*ends, *places):
             if row.size == 0 or row[0] != 0 or (np.diff(row) < 0).any():
                 raise ValueError(
@@ -185,6 +187,8 @@ class Documents:
     @classmethod
     def _from_bounds(cls, bounds: list[Integers], seq_len: int | None, what: str) -> Documents:
         totals = [int(row[-1]) for row in bounds]
+        if not (seq_len is None or (isinstance(seq_len, int) and not isinstance(seq_len, bool))):
+            raise ValueError(f"seq_len must be an int, got {seq_len!r}")
         expected = totals[0] if seq_len is None else seq_len
         for index, total in enumerate(totals):
             if total != expected:
@@ -259,7 +263,7 @@ class Documents:
             raise ValueError(
                 f"documents add up to {self.seq_len} tokens, but the sequence has {seq_len}; give all documents of it"
             )
-        if batch_size is not None and self.num_rows not in (1, batch_size):
+        if batch_size is not None and self.num_rows != batch_size and not self.is_shared:
             raise ValueError(
                 f"documents describe {self.num_rows} rows, but the batch has {batch_size}; give one row for all, or "
                 "select those of this batch: documents.select_rows(slice(start, stop))"
@@ -275,9 +279,10 @@ class Documents:
         return self._hash
 
     def __repr__(self) -> str:
-        lengths = [row.lengths.tolist() for row in self.rows()]
-        shown = ", ".join(_shown(row) for row in lengths[:3]) + (", …" if len(lengths) > 3 else "")
-        return f"Documents(seq_len={self.seq_len}, num_rows={self.num_rows}, lengths={shown})"
+        rows = [np.where(row.is_padding, -row.lengths, row.lengths).tolist() for row in self.rows()[:3]]
+        shown = ", ".join(map(_shown, rows)) + (", …" if self.num_rows > 3 else "")
+        padding = "; negative is padding" if self.has_padding else ""
+        return f"Documents(seq_len={self.seq_len}, num_rows={self.num_rows}, lengths={shown}{padding})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Documents, (self._ids,)
@@ -312,11 +317,14 @@ def _numbered(ids: Integers) -> Integers:
     return np.where(is_padding, PADDING, is_start.cumsum(axis=1) - 1).astype(np.int64)
 
 
-def _rows(x: Any) -> Iterable[Any]:
+def _rows(x: Any, what: str) -> Iterable[Any]:
     """The rows of something given for one row or for several."""
     if isinstance(x, Tensor):
-        return [x] if x.ndim < 2 else list(x)
-    items = list(x)
+        return list(x) if x.ndim == 2 else [x]
+    try:
+        items = list(x)
+    except TypeError:
+        raise ValueError(f"{what} must be a list or an integer tensor, got {x!r}; for one document: [{x!r}]") from None
     return items if items and not _is_number(items[0]) else [items]
 
 
@@ -325,17 +333,31 @@ def _is_number(x: Any) -> bool:
 
 
 def _integers(x: Any, what: str) -> Integers:
-    numbers = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(list(x) or np.zeros(0, np.int64))
-    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
-        raise ValueError(f"{what} must be integers, got {numbers.dtype} of shape {numbers.shape}")
+    numbers = _host_array(x if isinstance(x, Tensor) or len(x) else np.zeros(0, np.int64), what)
+    if numbers.ndim != 1:
+        raise ValueError(f"{what} of a row must be a list of numbers, got shape {numbers.shape}")
     return numbers.astype(np.int64)
 
 
 def _matrix(x: Any, what: str) -> Integers:
-    numbers = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
-    if numbers.ndim not in (1, 2) or not numbers.size or not np.issubdtype(numbers.dtype, np.integer):
-        raise ValueError(f"{what} must be integers of shape (S,) or (B, S), got {numbers.dtype} of {numbers.shape}")
+    numbers = _host_array(x, what) if isinstance(x, Tensor) or len(x) else np.zeros(0, np.int64)
+    if numbers.ndim not in (1, 2) or not numbers.size:
+        raise ValueError(f"{what} must be of shape (S,) or (B, S) and not empty, got shape {numbers.shape}")
     return np.atleast_2d(numbers).astype(np.int64)
+
+
+def _host_array(x: Any, what: str) -> npt.NDArray[Any]:
+    if isinstance(x, Tensor) and x.device.type == "meta":
+        raise ValueError(f"{what} is a tensor on the meta device, which holds no numbers; make it on a real one")
+    try:
+        numbers = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+    except (ValueError, OverflowError) as error:  # rows of different lengths, or what no array can hold
+        raise ValueError(f"{what} must be integers: {error}") from None
+    if not np.issubdtype(numbers.dtype, np.integer):
+        raise ValueError(f"{what} must be integers, got {numbers.dtype}")
+    if numbers.size and int(numbers.max()) >= 2**62:
+        raise ValueError(f"{what} must be below 2^62, got {numbers.max()}")
+    return numbers
 
 
 def _shown(numbers: Any) -> str:

@@ -94,7 +94,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"documents": [8, 8]}, ValueError, r"documents must be dtcp.Documents, got list; make them with .*from_lengths"),
     ({"documents": dtcp.Documents.from_lengths([12])}, ValueError, "add up to 12 tokens, but the sequence has 16"),
-    ({"documents": dtcp.Documents.from_lengths([[16]] * 3)}, ValueError, "describe 3 rows, but the batch has 2"),
+    ({"documents": dtcp.Documents.from_lengths([[16], [8, 8], [16]])}, ValueError, "describe 3 rows, but the batch has 2"),
     ({"layout": PER_DOCUMENT}, ValueError, "the call does not know of them; pass documents=layout.documents"),
     ({"key_lengths": [3]}, ValueError, r"key_lengths must be \(2,\), one per row, got shape \(1,\)"),
     ({"key_lengths": [3, 17]}, ValueError, r"key_lengths must be in 0..16, the keys of the sequence, got \[3, 17\]"),
@@ -169,11 +169,13 @@ def check_differing(rank: int, world: int) -> None:
         (r"key_lengths \(.*\)", {"key_lengths": [3, 24]}, ""),
         (r"which of mask_mod, sinks, .* are given \(bits\)", {"sinks": torch.zeros(4)}, "{0: 2, 1: 0, 2: 0}"),
         (r"softcap \(.*\)", {"softcap": 5.0}, ""),
+        (r"mask_mod \(checksum of some of its values\)", {"mask_mod": lambda b, h, q, kv: q // 4 == kv // 4}, ""),
         (r"dropout_p \(.*\)", DROPPED, ""),
         (r"strategy \(0 ring, 1 all_gather\)", {"strategy": "all_gather"}, "{0: 1, 1: 0, 2: 0}"),
     ]:
         with pytest.raises(ValueError, match=f"{field} differs between the ranks") as caught:
-            attend(world, **(options if rank == 0 else {}))
+            others = {"mask_mod": lambda b, h, q, kv: q // 8 == kv // 8} if "mask_mod" in options else {}
+            attend(world, **(options if rank == 0 else others))
         assert shown in str(caught.value)
     # Other lengths: the ranks that fit the layout hear of the one that does not.
     with pytest.raises(

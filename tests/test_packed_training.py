@@ -196,6 +196,22 @@ def test_the_comparison_sees_documents_that_are_not_told(ranks, one_rank, fault)
     assert difference.gradient > 100 * TOLERANCE, difference
 
 
+def train_rows_of_one_document(rank: int, world: int, overrides: list[str]) -> list[float]:
+    def whole(self: TextDataset, step: int, index: int, _: int) -> torch.Tensor:
+        return torch.zeros(self.seq_len + 1, dtype=torch.int64)
+
+    with mock.patch.object(TextDataset, "_document_ids", whole):
+        return [metrics.loss for metrics in Trainer(compose_job_config(overrides)).steps()]
+
+
+def test_rows_that_happen_to_hold_the_same_documents_are_microbatches_too(ranks):
+    """All rows of a step inside one long file each: their places are shared, and documents are told all the same."""
+    overrides = [*job("llama", steps=1), "training.local_batch_size=1"]
+    (right,) = ranks.run(1, train_rows_of_one_document, overrides)
+    for losses in ranks.run(2, train_rows_of_one_document, [*overrides, "mesh.cp=2", "attention.layout=per_document"]):
+        assert abs(losses[0] - right[0]) < TOLERANCE * right[0]
+
+
 @pytest.mark.slow
 def test_evaluation_looks_at_documents_on_any_mesh(ranks):
     overrides = [*job("llama", *WINDOW), "evaluation.every=1", "evaluation.batches=1"]

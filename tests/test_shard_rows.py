@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import dtcp
 from cuts import cp_mesh, cut_by_hand, layout_of, raises, same, some_documents
+from dtcp.documents import Documents
 from dtcp.layout import make_layout
 from dtcp.shard import shard, unshard
 
@@ -274,3 +276,26 @@ def cut_merged_embeddings(rank, world, name):
 def test_embeddings_merged_before_the_cut_get_the_gradients_of_the_whole(ranks, name):
     for world in (1, 2, 3):
         ranks.run(world, cut_merged_embeddings, name)
+
+
+def check_buffers_of_rows(rank, world):
+    """In a context whose rows have places of their own, 3-row position ids say which dim their rows are in."""
+    mesh = cp_mesh(world)
+    documents = Documents.from_lengths([[4, 8], [12], [7, 5]])
+    layout = make_layout("per_document", seq_len=12, cp=world, documents=documents)
+    ids = torch.arange(108).view(3, 3, 12)
+    tokens = torch.arange(36).view(3, 12)
+    expected = dtcp.shard(ids, mesh, layout, dim=2, batch_dim=1)
+    options = {"buffers": [tokens, ids], "buffer_seq_dims": [1, 2], "buffer_pad_values": 0, "documents": documents}
+    options |= {"layout": "per_document", "expected_attention_calls": 0}
+    with dtcp.context_parallel(mesh, **options, buffer_batch_dims=[0, 1]) as cp:
+        assert torch.equal(ids, expected)
+        assert torch.equal(tokens, dtcp.shard(torch.arange(36).view(3, 12), mesh, layout))
+        assert torch.equal(cp.positions, torch.where(cp.valid, layout.positions(rank), 0))
+        assert torch.equal(cp.unshard(ids.clone(), dim=2, batch_dim=1), torch.arange(108).view(3, 3, 12))
+    with pytest.raises(ValueError, match=r"buffer 1 of shape \(3, 3, 12\) has 2 dims before .* buffer_batch_dims="):
+        dtcp.context_parallel(mesh, **options).__enter__()
+
+
+def test_buffers_whose_rows_stand_elsewhere_say_so(ranks):
+    ranks.run(2, check_buffers_of_rows)

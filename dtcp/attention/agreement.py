@@ -10,16 +10,32 @@ from torch import Tensor
 from dtcp.attention.arguments import length_error
 from dtcp.attention.call import Call
 from dtcp.attention.masks import check_bias
-from dtcp.attention.scores import probe_mask_mod
+from dtcp.attention.scores import checksum_of_mask_mod
 from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import DTYPES
 from dtcp.layout import LAYOUT_NAMES, SequenceLayout
 
 
-def agreement_fields(
+def agreement(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, strategy: str, needs_grad: bool
+) -> tuple[dict[str, int], ValueError | None]:
+    """Return by name what the ranks compare, and why this rank refuses the call; query, key, value (B, S, H, D)."""
+    fields, refusal = _fields(query, key, value, call, sinks, strategy, needs_grad), _refusal(query, key, call)
+    checksum, modifiers = 0, call.modifiers
+    if refusal is None and modifiers.mask_mod is not None and query.device.type == "cpu":
+        heads = range(modifiers.head_offset, modifiers.head_offset + query.size(2))
+        try:
+            checksum = checksum_of_mask_mod(
+                modifiers.mask_mod, query.size(0), heads, call.layout.seq_len, call.kv_layout.seq_len
+            )
+        except ValueError as error:
+            refusal = error
+    return fields | {"mask_mod (checksum of some of its values)": checksum}, refusal
+
+
+def _fields(
     query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, strategy: str, needs_grad: bool
 ) -> dict[str, int]:
-    """Return by name what the ranks compare; query, key and value are (B, S, H, D)."""
     mask, modifiers = call.mask, call.modifiers
     given = (modifiers.mask_mod, sinks, modifiers.attn_bias, modifiers.alibi_slopes)
     return {
@@ -49,8 +65,8 @@ def agreement_fields(
     }
 
 
-def call_refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
-    """Return what only the op can find: in a compiled graph layouts and documents are known when it runs."""
+def _refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
+    """What only the op can find: in a compiled graph layouts and documents are known when it runs."""
     layout, kv_layout, mask = call.layout, call.kv_layout, call.mask
     if layout.cp != call.group.size():
         return ValueError(f"the layout is for cp={layout.cp} but the group has {call.group.size()} ranks")
@@ -76,8 +92,6 @@ def call_refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
         for documents in (mask.documents, layout.placed_by):
             if documents is not None:
                 documents.check_fits(layout.seq_len, query.size(0))
-        if call.modifiers.mask_mod is not None:
-            probe_mask_mod(call.modifiers.mask_mod, query.device)
     except ValueError as refusal:
         return refusal
     return None

@@ -6,7 +6,6 @@ Shapes: buffers of any shape, ``buffer_seq_dims`` says where the sequence is; S 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,11 +18,10 @@ from dtcp.attention.calls import CallCounter
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.masks import checked_masks
 from dtcp.collectives import check_mesh
-from dtcp.containers import named_tensors
 from dtcp.dispatch.attn_mask import QUERIES
-from dtcp.dispatch.buffers import LocalBuffers, refuse_graph
+from dtcp.dispatch.cut_buffers import cut_buffers, list_buffers, listed, sequence_length
 from dtcp.dispatch.entry import entered
-from dtcp.dispatch.frames import Frame, current
+from dtcp.dispatch.frames import Frame
 from dtcp.dropout import dropout_keys
 from dtcp.dropout_hash import keys_of_place, place_salt
 from dtcp.layout import SequenceLayout, make_layout
@@ -61,13 +59,13 @@ class ContextParallelRegion:
         """Attention calls so far in this context, those of recomputation included."""
         return self._counter.num_calls
 
-    def shard(self, x: Tree, *, dim: int = 1, pad_value: float = 0) -> Tree:
+    def shard(self, x: Tree, *, dim: int = 1, pad_value: float = 0, batch_dim: int = 0) -> Tree:
         """``dtcp.shard`` in this context's layout."""
-        return shard(x, self._mesh, self.layout, dim=dim, pad_value=pad_value)
+        return shard(x, self._mesh, self.layout, dim=dim, pad_value=pad_value, batch_dim=batch_dim)
 
-    def unshard(self, x: Tree, *, dim: int = 1) -> Tree:
+    def unshard(self, x: Tree, *, dim: int = 1, batch_dim: int = 0) -> Tree:
         """``dtcp.unshard`` in this context's layout."""
-        return unshard(x, self._mesh, self.layout, dim=dim)
+        return unshard(x, self._mesh, self.layout, dim=dim, batch_dim=batch_dim)
 
 
 @contextlib.contextmanager
@@ -78,6 +76,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | int | None = None,
     no_restore_buffers: Iterable[Tensor] | None = None,
     buffer_pad_values: Sequence[float] | float | None = None,
+    buffer_batch_dims: Sequence[int] | int | None = None,
     layout: str = "head_tail",
     strategy: str = "ring",
     kernel: str = "auto",
@@ -115,6 +114,9 @@ def context_parallel(
         no_restore_buffers: Those that stay local after the block.
         buffer_pad_values: What pad slots hold, for each buffer (a number holds for all). Floats default to 0;
             integer buffers need a value if there is padding.
+        buffer_batch_dims: Dim of each buffer's rows (a number holds for all), for layouts that place the tokens of each
+            row by its own documents. 0 by default; has to be said of a buffer with more dims before its sequence, like
+            3-row position ids (3, B, S), whose rows are in dim 1.
         layout, strategy, kernel: As in ``make_layout`` and ``context_parallel_attention``.
         documents: Where documents lie: tokens see their own only, and ``per_document`` places tokens by them.
         window_size, key_lengths, mask_mod, sinks, alibi_slopes, softcap: Of every attention call inside, as in
@@ -147,12 +149,13 @@ def context_parallel(
         is_causal=False, window_size=window_size, documents=documents, key_lengths=key_lengths, mask_mod=mask_mod,
         sinks=sinks, alibi_slopes=alibi_slopes, softcap=softcap, head_offset=head_offset,
     )  # fmt: skip
-    listed = _list_buffers(buffers, buffer_seq_dims, buffer_pad_values)
-    seq_len = _sequence_length(listed, seq_len)
+    to_cut = list_buffers(buffers, buffer_seq_dims, buffer_pad_values)
+    batch_dims = listed(buffer_batch_dims, len(to_cut), "buffer_batch_dims")
+    seq_len = sequence_length(to_cut, seq_len)
     if documents is not None:
         documents.check_fits(seq_len)
     sequence = make_layout(layout, seq_len=seq_len, cp=mesh.size(), documents=documents, multiple_of=multiple_of)
-    local_buffers = _cut_buffers(listed, no_restore_buffers or (), mesh, sequence)
+    local_buffers = cut_buffers(to_cut, batch_dims, no_restore_buffers or (), mesh, sequence)
     counter = CallCounter()
     region = ContextParallelRegion(mesh, sequence, counter)
     frame = Frame(
@@ -185,150 +188,6 @@ def _first_dropout_keys(seed: Any, step: Any, rows: Any, positions: Tensor) -> T
     if step is None or rows is None:
         return None
     return keys_of_place(dropout_keys(seed, step, rows, positions), place_salt("context_parallel"))
-
-
-def _list_buffers(buffers: Any, dims: Any, pad_values: Any) -> list[tuple[Any, int, float | None]]:
-    """(buffer, sequence dim, pad value or None) of each."""
-    if buffers is None:
-        buffers = []
-    if not isinstance(buffers, (list, tuple)):
-        buffers = [buffers]
-    if isinstance(dims, int):
-        dims = [dims] * len(buffers)
-    if not isinstance(pad_values, Sequence):
-        pad_values = [pad_values] * len(buffers)
-    if len(dims or []) != len(buffers):
-        raise ValueError(
-            f"buffer_seq_dims must name the sequence dim of each of the {len(buffers)} buffers, got {dims}; for "
-            "instance buffer_seq_dims=[1, 1]"
-        )
-    if len(pad_values) != len(buffers):
-        raise ValueError(
-            f"buffer_pad_values must have one value for each of the {len(buffers)} buffers, got {pad_values}"
-        )
-    return list(zip(buffers, dims or [], pad_values, strict=True))
-
-
-def _sequence_length(buffers: list[tuple[Any, int, float | None]], seq_len: int | None) -> int:
-    lengths: dict[int, str] = {} if seq_len is None else {seq_len: "seq_len"}
-    for index, (buffer, dim, _) in enumerate(buffers):
-        for name, tensor in named_tensors(buffer, str(index)):
-            if not -tensor.ndim <= dim < tensor.ndim:
-                raise ValueError(f"buffer {name} of shape {tuple(tensor.shape)} has no dim {dim}; see buffer_seq_dims")
-            lengths.setdefault(tensor.size(dim), f"buffer {name}")
-    if len(lengths) > 1:
-        named = ", ".join(f"{length} ({name})" for length, name in lengths.items())
-        raise ValueError(f"buffers of one context must have one length along buffer_seq_dims, got {named}")
-    if not lengths:
-        raise ValueError("context_parallel needs the length of the sequence: give buffers, or seq_len=")
-    return next(iter(lengths))
-
-
-def _cut_buffers(
-    buffers: list[tuple[Any, int, float | None]], kept: Iterable[Tensor], mesh: DeviceMesh, layout: SequenceLayout
-) -> LocalBuffers:
-    tensors: dict[int, tuple[Tensor, int, float]] = {}
-    containers: list[tuple[Any, list[int]]] = []
-    outer = current.frame.buffers if current.frame is not None else None
-    for index, (buffer, dim, pad_value) in enumerate(buffers):
-        refuse_graph(buffer, str(index))
-        for name, tensor in _held_tensors(buffer, str(index)):
-            if outer is not None and outer.cut_by(tensor):
-                raise ValueError(
-                    f"buffer {name} is a buffer of the context around this one too and is cut already; leave that "
-                    "context first, or list it in one of them only (seq_len= says how long the sequence is)"
-                )
-            cut = (tensor, dim % tensor.ndim, _pad_value(tensor, pad_value, layout, buffers, name))
-            if tensors.setdefault(id(tensor), cut)[1:] != cut[1:]:
-                raise ValueError(
-                    f"buffer {name} is listed twice, with (sequence dim, pad value) {tensors[id(tensor)][1:]} and "
-                    f"{cut[1:]}; list it once, or pass a copy (x.clone())"
-                )
-        containers += _tensordicts(buffer, dim, layout)
-    kept = list(kept)
-    _check_kept(kept, set(tensors), containers)
-    if is_plain(layout, layout):  # not for one rank that pads for sequence parallelism
-        return LocalBuffers([], [], [], outer)
-    local = [(tensor, _cut(tensor, mesh, layout, dim, pad_value)) for tensor, dim, pad_value in tensors.values()]
-    return LocalBuffers(local, kept, containers, outer)
-
-
-def _cut(tensor: Tensor, mesh: DeviceMesh, layout: SequenceLayout, dim: int, pad_value: float) -> Tensor:
-    # An inference tensor stays one, and no other becomes one: else it would change its kind with its contents.
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        return shard(tensor.detach(), mesh, layout, dim=dim, pad_value=pad_value)
-
-
-def _held_tensors(buffer: Any, name: str) -> list[tuple[str, Tensor]]:
-    """Tensors of ``buffer`` with their names, if it holds them: a lazy stack makes new ones whenever it is asked."""
-    found = named_tensors(buffer, name)
-    for (where, tensor), (_, again) in zip(found, named_tensors(buffer, name), strict=True):
-        if tensor is not again:
-            raise ValueError(
-                f"buffer {where} is made anew by its {type(buffer).__name__} at every access, so it cannot be cut in "
-                "place; pass a TensorDict that holds its tensors (x.contiguous())"
-            )
-        if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-            raise ValueError(
-                f"buffer {where} is a {type(tensor).__name__}, which cannot be cut in place; pass a plain tensor "
-                "(x.full_tensor() of a DTensor)"
-            )
-    return found
-
-
-def _check_kept(kept: list[Tensor], listed: set[int], containers: list[tuple[Any, list[int]]]) -> None:
-    for tensor in kept:
-        if id(tensor) not in listed:
-            raise ValueError(f"no_restore_buffers has a tensor of shape {tuple(tensor.shape)} that is not in buffers")
-    ids = {id(tensor) for tensor in kept}
-    for container, _ in containers:
-        are_kept = {name: id(tensor) in ids for name, tensor in named_tensors(container)}
-        if len(set(are_kept.values())) > 1:
-            raise ValueError(
-                f"no_restore_buffers has some tensors of a TensorDict and not others ({are_kept}), which would then "
-                "have two sequence lengths; put all of them in, or none"
-            )
-
-
-def _pad_value(
-    tensor: Tensor, value: float | None, layout: SequenceLayout, buffers: list[tuple[Any, int, float | None]], name: str
-) -> float:
-    if value is not None:
-        return value
-    if layout.padded_seq_len > layout.seq_len and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(
-            f"{layout.seq_len} tokens are padded to {layout.padded_seq_len} for cp={layout.cp}, and buffer {name} is "
-            f"of dtype {tensor.dtype}: say what pad slots hold, for instance "
-            f"buffer_pad_values={_example_pad_values(buffers)} (-100 for labels, 0 for tokens and positions)"
-        )
-    return 0
-
-
-def _example_pad_values(buffers: list[tuple[Any, int, float | None]]) -> list[float]:
-    """Values that the dtypes can hold: -100 where it can be labels, a signed buffer not before the tokens, else 0."""
-    values: list[float] = []
-    for index, (buffer, _, value) in enumerate(buffers):
-        is_signed = isinstance(buffer, Tensor) and buffer.dtype in (torch.int64, torch.int32)
-        can_be_labels = is_signed and (index > 0 or len(buffers) == 1)
-        values.append(value if value is not None else -100 if can_be_labels else 0)
-    return values
-
-
-def _tensordicts(buffer: Any, dim: int, layout: SequenceLayout) -> list[tuple[Any, list[int]]]:
-    """TensorDicts in ``buffer``, innermost first, with the batch size that they have while local."""
-    tensordict = sys.modules.get("tensordict")
-    if tensordict is None or not tensordict.is_tensor_collection(buffer):
-        values = buffer.values() if isinstance(buffer, dict) else buffer if isinstance(buffer, (list, tuple)) else []
-        return [found for value in values for found in _tensordicts(value, dim, layout)]
-    if dim < 0:
-        raise ValueError(f"the sequence dim of a TensorDict must be counted from the front, got {dim}")
-    nested = [value for value in buffer.values() if tensordict.is_tensor_collection(value)]
-    found = [entry for value in nested for entry in _tensordicts(value, dim, layout)]
-    if dim >= buffer.batch_dims:
-        return found
-    batch_size = list(buffer.batch_size)
-    batch_size[dim] = layout.local_seq_len
-    return [*found, (buffer, batch_size)]
 
 
 def _check_calls(num_calls: int, expected: int | None) -> None:

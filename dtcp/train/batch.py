@@ -140,7 +140,7 @@ def cut_into_microbatches(
     microbatches, start = [], 0
     for row_indices in ranges:
         stop = start + len(row_indices)
-        of_these = layout.select_rows(slice(start, stop)) if layout.num_rows > 1 else layout
+        of_these = layout.select_rows(slice(start, stop))
         microbatches.append(cut(rows.select(start, stop), row_indices, mesh=mesh, layout=of_these))
         start = stop
     assert start == rows.tokens.size(0), (start, rows.tokens.shape)

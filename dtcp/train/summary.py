@@ -33,10 +33,17 @@ def summary(
         f"{precision}, on {dims.mesh.size()} {device.type} rank(s)\n"
         f"pp {dims.pp} x dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp}"
         f"{' with sequence parallelism' if dims.tp > 1 and config.tensor_parallel.sequence_parallel else ''}  "
-        f"attention: {config.attention.strategy}, {layout.name}"
+        f"attention: {config.attention.strategy}, {_named(config.attention.layout, layout)}"
         f"{', within documents' if config.data.pack_documents else ''}  "
         f"a step: {training.global_batch_size} rows of {training.seq_len} tokens, {num_microbatches} microbatch(es)"
     )
+
+
+def _named(asked: str, layout: SequenceLayout) -> str:
+    """The layout as the job's header has it: that of a row of one document, where documents decide."""
+    if asked != "auto":
+        return layout.name
+    return f"auto ({layout.name} for one document; chosen for the documents of each step)"
 
 
 def resolved_config(config: JobConfig, dims: ParallelDims, run_name: str) -> str:
