@@ -94,7 +94,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"documents": [8, 8]}, ValueError, r"documents must be dtcp.Documents, got list; make them with .*from_lengths"),
     ({"documents": dtcp.Documents.from_lengths([12])}, ValueError, "add up to 12 tokens, but the sequence has 16"),
-    ({"documents": dtcp.Documents.from_lengths([[16], [8, 8], [16]])}, ValueError, "describe 3 rows, but the batch has 2"),
+    ({"documents": dtcp.Documents.from_lengths([[16], [8, 8], [16]])}, ValueError, "3 rows, but the batch has 2"),
     ({"layout": PER_DOCUMENT}, ValueError, "the call does not know of them; pass documents=layout.documents"),
     ({"key_lengths": [3]}, ValueError, r"key_lengths must be \(2,\), one per row, got shape \(1,\)"),
     ({"key_lengths": [3, 17]}, ValueError, r"key_lengths must be in 0..16, the keys of the sequence, got \[3, 17\]"),
