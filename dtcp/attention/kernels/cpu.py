@@ -90,12 +90,18 @@ class CpuFlashKernel:
 
 
 def _masked_blocks(query: Tensor, scores: TileScores) -> Iterator[tuple[Block, Tensor | None]]:
-    """(block, what is added to its scores) of those in which some query sees some key."""
+    """(block, what is added to its scores) of those in which some query sees some key, from the first to the last."""
     for block in scores.blocks(holds_scores=False, on_cpu=True):
         mask = scores.additive(block, query.dtype, query.device)
-        if mask is not None and not bool((mask > float("-inf")).any()):
+        if mask is None:
+            yield block, None
             continue
-        yield block, mask
+        # A mask_mod may leave out keys at the ends, like those after a query: they need no computing.
+        seen = (mask > float("-inf")).flatten(0, 2).any(0).nonzero()
+        if len(seen):
+            first, last = int(seen[0]), int(seen[-1])
+            start = block.kv_start
+            yield Block(block.q_start, block.q_stop, start + first, start + last + 1), mask[..., first : last + 1]
 
 
 def _unseen_to_nothing(lse: Tensor, mask: Tensor) -> Tensor:
