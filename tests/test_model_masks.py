@@ -174,3 +174,53 @@ def test_sinks_that_ranks_cannot_share_are_refused() -> None:
     attention = build_model("llama_tiny_window", device="meta").layers["0"].attention
     with pytest.raises(ValueError, match=r"sinks \(H,\) of LlamaAttention, with H a multiple of tp=3, got \(4,\)"):
         dtcp.HeadParallelSinks(dtcp.SharedInputColumns("query"))._apply(attention, Mesh())  # type: ignore[arg-type]
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def check_compiled_blocks(rank: int, world: int, door: str) -> None:
+    """Blocks with and without a window, and sinks, under other documents in each step: a graph for either kind."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = dtcp.ParallelDims(cp=world).build_mesh("cpu")["cp"]
+    model = build_model("llama_tiny_window", num_layers=2).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.add_(torch.arange(parameter.numel()) * 0.3)
+    tokens, positions = torch.randint(0, 256, (2, 97)), torch.arange(97).expand(2, 97)
+    layout = dtcp.make_layout("head_tail", seq_len=97, cp=world)
+    if door == "plan":
+        for block in model.layers.values():
+            parallelize_module(block, mesh, {"attention.sdpa": dtcp.ContextParallel()})
+
+    def outputs() -> list[Tensor]:
+        found = []
+        for step in range(4):
+            documents = dtcp.Documents.from_lengths([10 + step, 87 - step])
+            local = [dtcp.shard(x, mesh, layout) for x in (tokens, positions)]
+            if door == "plan":
+                dtcp.set_sequence(model, layout, documents=documents)
+                found.append(model(*local).detach())
+            else:
+                with dtcp.context_parallel(mesh, seq_len=97, documents=documents):
+                    found.append(model(*local).detach())
+        return found
+
+    eager = outputs()
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.layers.values():
+        block.compile(fullgraph=True, backend=counter)
+    for compiled, right in zip(outputs(), eager, strict=True):
+        torch.testing.assert_close(compiled, right, rtol=1e-12, atol=1e-12)
+    assert counter.frame_count == 2
+
+
+SLOW_CELLS = [pytest.param(*cell, marks=pytest.mark.slow) for cell in (("context", 2), ("context", 1), ("plan", 1))]
+
+
+@pytest.mark.parametrize(("door", "world"), [("plan", 2), *SLOW_CELLS])
+def test_compiled_blocks_with_windows_and_sinks_are_compiled_once(ranks, door, world):
+    ranks.run(world, check_compiled_blocks, door, timeout=120)
