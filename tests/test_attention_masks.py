@@ -273,3 +273,19 @@ def check_no_recompilation(rank: int, world: int) -> None:
 
 def test_documents_that_change_every_step_cost_no_recompilation(ranks):
     ranks.run(2, check_no_recompilation, timeout=180)
+
+
+def check_other_documents(rank: int, world: int) -> None:
+    """Tokens placed by some documents, masked by others: a layout is no mask."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    for placed, masked in (([[5, 36]], [[20, 1, 20]]), ([[5, 36], [41]], [[20, 21]]), ([[41]], [[3, 38], [30, 11]])):
+        layout = dtcp.make_layout(
+            "per_document", seq_len=SEQ_LEN, cp=world, documents=dtcp.Documents.from_lengths(placed)
+        )
+        problem = MaskedProblem(MaskedCase(lengths=tuple(map(tuple, masked)), window=(9, 0)))
+        found = errors(solve_masked(problem, mesh, layout), problem.answer())
+        assert all(error < TOLERANCE for error in found.values()), (placed, masked, found)
+
+
+def test_documents_that_place_tokens_need_not_be_those_that_mask(ranks):
+    ranks.run(3, check_other_documents)
