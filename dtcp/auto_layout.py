@@ -77,7 +77,8 @@ def choose_layout(
     names = ("contiguous", "head_tail", "striped", *(() if documents is None else ("per_document",)))
     if cp == 1:
         return names[0]
-    demands = {name: demand_of(name, seq_len, cp, documents, multiple_of, is_causal, window_size) for name in names}
+    rows = list(_documents_of_rows(seq_len, cp, documents))
+    demands = {name: _demand_of_rows(name, seq_len, cp, rows, multiple_of, is_causal, window_size) for name in names}
     chosen = min(names, key=lambda name: demands[name].cost)
     shown = "; ".join(
         f"{name} {int(d.pairs.max())} pairs, {int(d.received.max())} slots received, {int(d.fragments.max())} for "
@@ -98,16 +99,29 @@ def demand_of(
     window_size: tuple[int, int],
 ) -> Demand:
     """What each rank has to do in layout ``name``, summed over the rows of ``documents``."""
+    rows = list(_documents_of_rows(seq_len, cp, documents))
+    return _demand_of_rows(name, seq_len, cp, rows, multiple_of, is_causal, window_size)
+
+
+def _demand_of_rows(
+    name: str,
+    seq_len: int,
+    cp: int,
+    rows: list[tuple[Integers, Integers, Integers]],
+    multiple_of: int,
+    is_causal: bool,
+    window_size: tuple[int, int],
+) -> Demand:
     local_seq_len = padded_len(name, seq_len, cp, multiple_of) // cp
     left, right = window_size[0], 0 if is_causal else window_size[1]
     total = np.zeros((3, cp), np.int64)
-    for starts, stops, left_over_before in _documents_of_rows(seq_len, cp, documents):
+    for starts, stops, left_over_before in rows:
         if name in ("contiguous", "head_tail"):
             total += _cut_at_chunks(name, starts, stops, cp, local_seq_len, left, right)
         else:
             runs = list(_dealt(name, starts, stops, cp, left_over_before))
             demand = _demand(runs, left, right, cp, share=1)
-            total += np.stack([np.broadcast_to(x, (cp, len(starts))).sum(axis=1) for x in demand])
+            total += np.stack([x.sum(axis=1) for x in demand])
     return Demand(*total)
 
 
