@@ -289,3 +289,32 @@ def check_other_documents(rank: int, world: int) -> None:
 
 def test_documents_that_place_tokens_need_not_be_those_that_mask(ranks):
     ranks.run(3, check_other_documents)
+
+
+def check_changed_captures(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    layout = dtcp.make_layout("head_tail", seq_len=SEQ_LEN, cp=world)
+    local = [dtcp.shard(torch.randn(1, 2, SEQ_LEN, 8), mesh, layout, dim=2).requires_grad_() for _ in range(3)]
+    ids = torch.zeros(SEQ_LEN, dtype=torch.int64)
+
+    class Width:
+        value = 5
+
+        def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return q - kv < self.value
+
+    width = Width()
+    for mask_mod, change in (
+        (lambda b, h, q, kv: ids[q] == ids[kv], lambda: ids[-1:].fill_(3)),  # one token: seen by the version alone
+        (width, lambda: setattr(width, "value", 1)),
+    ):
+        unchanged = dtcp.context_parallel_attention(*local, mesh=mesh, layout=layout, mask_mod=mask_mod)
+        torch.autograd.grad(unchanged.sum(), local)
+        out = dtcp.context_parallel_attention(*local, mesh=mesh, layout=layout, mask_mod=mask_mod)
+        change()
+        with pytest.raises(RuntimeError, match="not what it was in the forward: a tensor or number .* has changed"):
+            torch.autograd.grad(out.sum(), local)
+
+
+def test_a_mask_mod_that_changes_before_its_backward_is_refused(ranks):
+    ranks.run(2, check_changed_captures)

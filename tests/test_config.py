@@ -111,3 +111,19 @@ def test_learning_rate_warms_up_and_decays():
     assert factors(Decay.constant, 1.0)[3:] == [1.0] * 11
     without_warmup = LRSchedulerConfig(warmup_steps=0, decay=Decay.constant, min_ratio=1.0)
     assert lr_factor(0, config=without_warmup, num_steps=1) == 1.0
+
+
+def test_a_data_source_is_the_same_for_the_doctor():
+    """Its configuration extends the job's, and a choice of a group has to win there too."""
+    from dtcp.doctor.config import compose_doctor_config
+
+    overrides = ["data=text", "data.paths=[a.txt]", "optimizer=adamw", "lr_scheduler=linear", "model=llama_tiny"]
+    job, doctor = compose_job_config(overrides), compose_doctor_config(overrides)
+    for name in ("data", "optimizer", "lr_scheduler", "model"):
+        assert getattr(job, name) == getattr(doctor, name), name
+    assert job.data.source == "text"
+
+
+def test_the_data_groups_have_the_same_keys():
+    stdlib, text = (compose_job_config([f"data={name}", "data.paths=[]"]).data for name in ("stdlib", "text"))
+    assert dataclasses.replace(text, source="stdlib") == stdlib

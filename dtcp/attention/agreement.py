@@ -10,7 +10,7 @@ from torch import Tensor
 from dtcp.attention.arguments import length_error
 from dtcp.attention.call import Call
 from dtcp.attention.masks import check_bias
-from dtcp.attention.scores import checksum_of_mask_mod
+from dtcp.attention.scores import checksum_of_mask_mod, versions_of_captures
 from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import DTYPES
 from dtcp.layout import LAYOUT_NAMES, SequenceLayout
@@ -31,6 +31,33 @@ def agreement(
         except ValueError as error:
             refusal = error
     return fields | {"mask_mod (checksum of some of its values)": checksum}, refusal
+
+
+CHANGES = 2  # numbers that follow that of a call: what its mask_mod was like
+
+
+def state_of_mask_mod(query: Tensor, call: Call) -> list[int]:
+    """What the backward compares with its forward: values and captured tensors of the ``mask_mod``; 0 for none."""
+    mask_mod, offset = call.modifiers.mask_mod, call.modifiers.head_offset
+    if mask_mod is None or query.device.type != "cpu":
+        return [0] * CHANGES
+    heads = range(offset, offset + query.size(2))
+    values = checksum_of_mask_mod(mask_mod, query.size(0), heads, call.layout.seq_len, call.kv_layout.seq_len)
+    return [values, versions_of_captures(mask_mod)]
+
+
+def check_mask_mod_is_as_before(number: Tensor, query: Tensor, call: Call) -> None:
+    """Raise unless the ``mask_mod`` of a backward, which evaluates it again, is what it was in the forward.
+
+    Args:
+        number: int64 (1 + CHANGES,), of the forward.
+    """
+    if number[1:].tolist() != state_of_mask_mod(query, call):
+        raise RuntimeError(
+            "the mask_mod of this call is not what it was in the forward: a tensor or number that it reads has changed "
+            "since, and the backward would be that of another mask; let each mask_mod read a tensor of its own "
+            "(ids.clone()), or run the backward before the change"
+        )
 
 
 def _fields(

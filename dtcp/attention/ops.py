@@ -1,11 +1,11 @@
 """Context parallel attention as two custom ops, so that it is opaque to Dynamo, AOTAutograd and DTensor.
 
 Shapes: query (B, S_q, Hq, D), key (B, S_kv, Hkv, D), value (B, S_kv, Hkv, Dv), any strides; out (B, S_q, Hq, Dv)
-and the gradients contiguous; lse (B, Hq, S_q); number int64 (1,), on the host; dropout_keys int64 (B, S_q), None where
+and the gradients contiguous; lse (B, Hq, S_q); number int64 (3,), on the host; dropout_keys int64 (B, S_q), None where
 nothing is dropped; masks as in ``CallMasks``. Only constants, a group name and tensors travel: layouts and documents as
 int64 tensors of constant shape, so that the next step's cost no recompilation and the backward, also a recomputed or
 delayed one, uses those of its own forward. So do the keys of dropout, the handle of a ``mask_mod``, and the number of
-the call in its group, by which the ranks compare their backwards.
+the call in its group, by which the ranks compare their backwards, with what the ``mask_mod`` was like.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dtcp.attention.agreement import agreement
+from dtcp.attention.agreement import CHANGES, agreement, check_mask_mod_is_as_before, state_of_mask_mod
 from dtcp.attention.call import Call, without_padding
 from dtcp.attention.calls import count_call
 from dtcp.attention.dropout import CallDropout, check_call_keys
@@ -106,7 +106,8 @@ def forward_op(
     if sinks is not None:
         add_sinks(out, lse, sinks)
         lse[:, :, call.layout.num_valid(call.rank) :] = float("-inf")
-    return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), torch.tensor([number])
+    numbers = torch.tensor([number, *state_of_mask_mod(query, call)])
+    return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), numbers
 
 
 @torch.library.custom_op("dtcp::attention_backward", mutates_args=())
@@ -153,7 +154,8 @@ def backward_op(
         query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis,
         needs_bias, needs_slopes,
     )  # fmt: skip
-    agree_on_backward(_NAME, number, call.group, query.device)
+    agree_on_backward(_NAME, number[:1], call.group, query.device)
+    check_mask_mod_is_as_before(number, query, call)
     if group_name:
         expect_equal_gradients(call.group)
     grad_out, query_, key_, value_, out = _by_head(grad_out, query, key, value, out)
@@ -237,7 +239,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
     batch, seq_len, heads, _ = query.shape
     out = query.new_empty(batch, seq_len, heads, value.size(-1))
     lse = query.new_empty(batch, heads, seq_len, dtype=lse_dtype(query.dtype))
-    return out, lse, torch.empty(1, dtype=torch.int64, device="cpu")
+    return out, lse, torch.empty(1 + CHANGES, dtype=torch.int64, device="cpu")
 
 
 @backward_op.register_fake

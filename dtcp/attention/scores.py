@@ -288,6 +288,14 @@ def checksum_of_mask_mod(mask_mod: MaskMod, rows: int, heads: range, num_queries
     return zlib.crc32(allowed.numpy().tobytes())
 
 
+def versions_of_captures(mask_mod: MaskMod) -> int:
+    """Return a number that changes when a tensor that the function holds is modified in place, or exchanged."""
+    cells = [cell.cell_contents for cell in getattr(mask_mod, "__closure__", None) or ()]
+    held = [*cells, *vars(getattr(mask_mod, "__self__", mask_mod)).values()]
+    tensors = [x for x in held if isinstance(x, Tensor) and not x.is_inference()]
+    return zlib.crc32(repr([(x.data_ptr(), x._version) for x in tensors]).encode())
+
+
 def _or_all(part: slice, size: int) -> slice:
     """``part`` of a dim, all of one that is broadcast."""
     return slice(None) if size == 1 else part

@@ -32,7 +32,9 @@ def attend_flex(of_torch: Any, query: Tensor, key: Tensor, value: Tensor, *args:
     return _attend(frame, query, key, value, *args, **kwargs)
 
 
-@torch.compiler.disable  # a block mask is looked into; the graph breaks here, and fullgraph=True ends in Dynamo's error
+@torch.compiler.disable(  # a block mask is looked into; the graph breaks here, and fullgraph=True ends in an error
+    reason="dtcp: flex_attention inside context_parallel breaks the graph; compile without fullgraph=True"
+)
 def _attend(
     frame: Frame,
     query: Tensor,

@@ -245,8 +245,9 @@ class Subject(Trainer):
         names = inspect.signature(model.forward).parameters
         if "positions" not in names:
             raise ValueError(
-                f"doctor.model={path}: {type(model).__name__}.forward takes {', '.join(names)}; it has to take tokens "
-                "(B, S) and positions (B, S), which a cut sequence needs, and to return logits (B, S, V): wrap it"
+                f"doctor.model={path}: {type(model).__name__}.forward takes {', '.join(names)}; it has to take "
+                "arguments named tokens (B, S) and positions (B, S), which a cut sequence needs, and to return logits "
+                "(B, S, V): wrap it"
             )
         if _is_on_meta(model) and not hasattr(model, "init_weights"):
             raise ValueError(f"doctor.model={path} is on the meta device; it needs init_weights(seed)")

@@ -255,9 +255,10 @@ def _open_twin(kind: type, **more: Any) -> type[Any]:
     Args:
         more: Further fields, first; name and type.
     """
-    fields = [(f.name, _open_type(f.type), _field_default(f)) for f in dataclasses.fields(kind)]
-    named = [(name, annotation, field(default=MISSING)) for name, annotation in more.items()]
-    return dataclasses.make_dataclass(f"{kind.__name__}Schema", [*named, *fields])
+    types = more | {f.name: _open_type(f.type) for f in dataclasses.fields(kind)}
+    # No defaults: a schema that is composed after the values, as the doctor's is, would put them in their place.
+    fields = [(name, annotation, field(default=MISSING)) for name, annotation in types.items()]
+    return dataclasses.make_dataclass(f"{kind.__name__}Schema", fields)
 
 
 def _open_type(annotation: Any) -> Any:
@@ -267,12 +268,6 @@ def _open_type(annotation: Any) -> Any:
             assert isinstance(member, type)
             return _open_twin(member) | None
     return annotation
-
-
-def _field_default(original: dataclasses.Field[Any]) -> Any:
-    if original.default_factory is not dataclasses.MISSING:
-        return field(default_factory=original.default_factory)
-    return field(default=MISSING if original.default is dataclasses.MISSING else original.default)
 
 
 def _fill(schema: type, preset: Any, **more: Any) -> Any:
