@@ -263,10 +263,10 @@ class Documents:
             raise ValueError(
                 f"documents add up to {self.seq_len} tokens, but the sequence has {seq_len}; give all documents of it"
             )
-        if batch_size is not None and self.num_rows != batch_size and not self.is_shared:
+        if batch_size is not None and self.num_rows not in (1, batch_size):
             raise ValueError(
                 f"documents describe {self.num_rows} rows, but the batch has {batch_size}; give one row for all, or "
-                "select those of this batch: documents.select_rows(slice(start, stop))"
+                "select those of this batch: documents.select_rows(slice(start, stop)), and layout.select_rows alike"
             )
 
     def _squeezed(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -414,7 +414,7 @@ def test_a_wrong_import_path_is_one_line():
     [
         ("doctor.model=doctor_models", "has to be package.module:name"),
         ("doctor.model=doctor_models:VOCAB_SIZE", "has to be a function or a class, got int"),
-        ("doctor.model=doctor_models:make_without_positions", "has to take tokens (B, S) and positions (B, S)"),
+        ("doctor.model=doctor_models:make_without_positions", "arguments named tokens (B, S) and positions (B, S)"),
         ("doctor.model=doctor_models:make_with_torchs_dropout", "drops elements in layers.2, at random"),
         ("model=llama3_70b", "the doctor compares with the whole model on one rank, 70,553,706,496 parameters"),
         ("doctor.json=nowhere/findings.json", "is in a folder that does not exist"),
