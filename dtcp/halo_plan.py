@@ -10,13 +10,14 @@ of filled slots, so that nothing is read from them nor through them.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 from dtcp.documents import Documents, Integers
 from dtcp.layout import SequenceLayout, slot_positions
+from dtcp.mask import Mask
+from dtcp.remembered import remembered
 
 FILLED = -1  # in the place of a position: a slot of no token
 
@@ -51,7 +52,7 @@ def num_slots_at_most(layout: SequenceLayout, has_documents: bool, left: int, ri
     return layout.local_seq_len + (num_runs + 1) * (left + right)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered(of=lambda layout, documents, *_: documents or layout.placed_by, maxsize=64)
 def plan_halo(
     layout: SequenceLayout, documents: Documents | None, left: int, right: int, num_rows: int, rank: int
 ) -> HaloPlan:
@@ -105,19 +106,11 @@ def _needed(layout: SequenceLayout, rows: list[tuple[Integers, Integers]], rank:
 def _extend_rows(
     layout: SequenceLayout, documents: Documents | None, left: int, right: int, num_rows: int, rank: int
 ) -> list[tuple[Integers, Integers]]:
+    size, document = layout.seq_len, Mask(documents=documents)  # (first, last + 1) token of that of each token
     return [
-        extend(slot_positions(layout, rank, row), *_bounds(documents, layout.seq_len, row), left, right)
+        extend(slot_positions(layout, rank, row), *document.intervals(size, size, row), left, right)
         for row in range(num_rows)
     ]
-
-
-def _bounds(documents: Documents | None, seq_len: int, row: int) -> tuple[Integers, Integers]:
-    """(first, last + 1) token of the document of each token; equal for padding."""
-    if documents is None:
-        return np.zeros(seq_len, dtype=np.int64), np.full(seq_len, seq_len, dtype=np.int64)
-    parts = documents.rows()[row % documents.num_rows]
-    first = parts.per_token(parts.starts[:-1])
-    return first, parts.per_token(np.where(parts.is_padding, parts.starts[:-1], parts.starts[1:]))
 
 
 def extend(held: Integers, first: Integers, stop: Integers, left: int, right: int) -> tuple[Integers, Integers]:

@@ -18,25 +18,26 @@ from dtcp.layout import LAYOUT_NAMES, SequenceLayout
 
 def agreement(
     query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, strategy: str, needs_grad: bool
-) -> tuple[dict[str, int], ValueError | None]:
-    """Return by name what the ranks compare, and why this rank refuses the call; query, key, value (B, S, H, D)."""
+) -> tuple[dict[str, int], ValueError | None, list[int]]:
+    """Return by name what the ranks compare, why this rank refuses the call, and the state of its ``mask_mod``.
+
+    Args:
+        query, key, value: (B, S, H, D).
+    """
     fields, refusal = _fields(query, key, value, call, sinks, strategy, needs_grad), _refusal(query, key, call)
-    checksum, modifiers = 0, call.modifiers
-    if refusal is None and modifiers.mask_mod is not None and query.device.type == "cpu":
-        heads = range(modifiers.head_offset, modifiers.head_offset + query.size(2))
+    state = [0] * CHANGES
+    if refusal is None:
         try:
-            checksum = checksum_of_mask_mod(
-                modifiers.mask_mod, query.size(0), heads, call.layout.seq_len, call.kv_layout.seq_len
-            )
+            state = _state_of_mask_mod(query, call)
         except ValueError as error:
             refusal = error
-    return fields | {"mask_mod (checksum of some of its values)": checksum}, refusal
+    return fields | {"mask_mod (checksum of some of its values)": state[0]}, refusal, state
 
 
 CHANGES = 2  # numbers that follow that of a call: what its mask_mod was like
 
 
-def state_of_mask_mod(query: Tensor, call: Call) -> list[int]:
+def _state_of_mask_mod(query: Tensor, call: Call) -> list[int]:
     """What the backward compares with its forward: values and captured tensors of the ``mask_mod``; 0 for none."""
     mask_mod, offset = call.modifiers.mask_mod, call.modifiers.head_offset
     if mask_mod is None or query.device.type != "cpu":
@@ -52,7 +53,7 @@ def check_mask_mod_is_as_before(number: Tensor, query: Tensor, call: Call) -> No
     Args:
         number: int64 (1 + CHANGES,), of the forward.
     """
-    if number[1:].tolist() != state_of_mask_mod(query, call):
+    if number[1:].tolist() != _state_of_mask_mod(query, call):
         raise RuntimeError(
             "the mask_mod of this call is not what it was in the forward: a tensor or number that it reads has changed "
             "since, and the backward would be that of another mask; let each mask_mod read a tensor of its own "

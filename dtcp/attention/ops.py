@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dtcp.attention.agreement import CHANGES, agreement, check_mask_mod_is_as_before, state_of_mask_mod
+from dtcp.attention.agreement import CHANGES, agreement, check_mask_mod_is_as_before
 from dtcp.attention.call import Call, without_padding
 from dtcp.attention.calls import count_call
 from dtcp.attention.dropout import CallDropout, check_call_keys
@@ -99,14 +99,14 @@ def forward_op(
     call = _call(
         query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis
     )
-    fields, refusal = agreement(query, key, value, call, sinks, strategy, needs_grad)
+    fields, refusal, mask_mod_state = agreement(query, key, value, call, sinks, strategy, needs_grad)
     number = agree(_NAME, fields, call.group, query.device, error=refusal)
     count_call(q_state)
     out, lse = choose_strategy(strategy).forward(call, *without_padding(call, *_by_head(query, key, value)))
     if sinks is not None:
         add_sinks(out, lse, sinks)
         lse[:, :, call.layout.num_valid(call.rank) :] = float("-inf")
-    numbers = torch.tensor([number, *state_of_mask_mod(query, call)])
+    numbers = torch.tensor([number, *mask_mod_state])
     return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), numbers
 
 

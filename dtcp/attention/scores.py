@@ -248,13 +248,17 @@ def evaluate_mask_mod(mask_mod: MaskMod, rows: Tensor, heads: Tensor, queries: T
     mapped: Any = mask_mod
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims)
-    allowed = mapped(rows, heads, queries, keys)
-    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
-        got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
-        raise ValueError(f"mask_mod must return a bool tensor, got {got}; compare: lambda b, h, q, kv: q >= kv")
+    allowed = _checked_bool(mapped(rows, heads, queries, keys))
     for dim in (0, 1):  # vmap expands what does not depend on a dim
         if allowed.stride(dim) == 0 and allowed.size(dim) > 1:
             allowed = allowed.narrow(dim, 0, 1)
+    return allowed
+
+
+def _checked_bool(allowed: Any) -> Tensor:
+    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+        got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
+        raise ValueError(f"mask_mod must return a bool tensor, got {got}; compare: lambda b, h, q, kv: q >= kv")
     return allowed
 
 
@@ -282,10 +286,7 @@ def checksum_of_mask_mod(mask_mod: MaskMod, rows: int, heads: range, num_queries
             allowed = torch.vmap(mask_mod)(*places)
     except Exception as error:
         raise ValueError(f"mask_mod raised {type(error).__name__}: {error}") from error
-    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
-        got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
-        raise ValueError(f"mask_mod must return a bool tensor, got {got}; compare: lambda b, h, q, kv: q >= kv")
-    return zlib.crc32(allowed.numpy().tobytes())
+    return zlib.crc32(_checked_bool(allowed).numpy().tobytes())
 
 
 def versions_of_captures(mask_mod: MaskMod) -> int:
