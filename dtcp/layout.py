@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dtcp.auto_layout import choose_layout
 from dtcp.documents import Documents, Integers, check_documents
 from dtcp.mask import NO_WINDOW, Mask, check_window, checked_mask
+from dtcp.needed import NeededKeys, compacted, runs_of
 from dtcp.placement import padded_len, per_document_positions, regular_positions
 from dtcp.remembered import remembered
 from dtcp.tiles import Tile, cut_tiles
@@ -39,6 +40,7 @@ class SequenceLayout:
         cp: Ranks that share it.
         multiple_of: Divides ``local_seq_len``.
         placed_by: Documents that say which rank holds which tokens; None but for ``per_document``.
+        merged: Adjacent ranks of the layout that it is made of whose tokens each of its ranks holds; see ``merge``.
         documents: What ``make_layout`` was given. A mask only where they are given to a call too.
         state: int64 (5,), or (5 + all of ``documents.state``) for ``per_document``: what travels through the
             attention ops. A tensor of constant shape costs torch.compile no recompilation when the next step has
@@ -50,13 +52,14 @@ class SequenceLayout:
     cp: int
     multiple_of: int = 1
     placed_by: Documents | None = None
+    merged: int = 1
     documents: Documents | None = field(default=None, compare=False, repr=False)
     state: Tensor = field(init=False, compare=False, repr=False)
     padded_seq_len: int = field(init=False, compare=False)
     local_seq_len: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        padded = padded_len(self.name, self.seq_len, self.cp, self.multiple_of)
+        padded = padded_len(self.name, self.seq_len, self.cp * self.merged, self.multiple_of)
         object.__setattr__(self, "padded_seq_len", padded)
         object.__setattr__(self, "local_seq_len", padded // self.cp)
         kind = LAYOUT_NAMES.index(self.name)
@@ -94,7 +97,22 @@ class SequenceLayout:
     def select_rows(self, rows: slice | Sequence[int]) -> SequenceLayout:
         """The layout of some rows of a batch, of a microbatch say."""
         placed_by, documents = (d and d.select_rows(rows) for d in (self.placed_by, self.documents))
-        return _make_layout(self.name, self.seq_len, self.cp, self.multiple_of, placed_by)._with(documents)
+        return _make_layout(self.name, self.seq_len, self.cp, self.multiple_of, placed_by, self.merged)._with(documents)
+
+    def merge(self, degree: int) -> SequenceLayout:
+        """The layout of cp / ``degree`` ranks whose r-th holds what ``degree`` adjacent ranks from r·degree on hold.
+
+        In increasing order, pads last: with ``degree`` = cp that is natural order. Its ``state`` does not travel.
+
+        Raises:
+            ValueError: If ``degree`` does not divide cp.
+        """
+        if degree < 1 or self.cp % degree:
+            raise ValueError(f"a degree of merging must divide cp={self.cp}, got {degree}")
+        if degree == 1:
+            return self
+        merged = self.merged * degree
+        return _make_layout(self.name, self.seq_len, self.cp // degree, self.multiple_of, self.placed_by, merged)
 
     def tiles(
         self,
@@ -105,6 +123,7 @@ class SequenceLayout:
         is_causal: bool = False,
         kv_layout: SequenceLayout | None = None,
         may_mask: bool = True,
+        only_needed: bool = False,
     ) -> tuple[Tile, ...]:
         """Rectangles that ``q_rank`` has to compute with the keys of ``kv_rank``; pads are in none of them.
 
@@ -112,6 +131,7 @@ class SequenceLayout:
             mask: What a query may see; ``is_causal`` is short for ``Mask(is_causal=True)``.
             kv_layout: Layout of the keys where it is another one (cross attention; no causal mask and the like).
             may_mask: Whether ragged edges may become rectangles with a mask.
+            only_needed: Number the keys without those that no query sees: their places among ``needed``.
 
         Raises:
             ValueError: If a rank is out of range, or the mask compares positions of two different sequences.
@@ -120,7 +140,13 @@ class SequenceLayout:
         self._check_rank(q_rank)
         kv_layout._check_rank(kv_rank)
         self._check_comparable(kv_layout, mask)
-        return _tiles(self, kv_layout, mask, q_rank, kv_rank, may_mask)
+        return _tiles(self, kv_layout, mask, q_rank, kv_rank, may_mask, only_needed)
+
+    def needed(
+        self, q_rank: int, kv_rank: int, mask: Mask, *, kv_layout: SequenceLayout | None = None
+    ) -> NeededKeys:
+        """Exactly the keys of ``kv_rank`` that some query of ``q_rank`` sees."""
+        return _needed(self, kv_layout or self, mask, q_rank, kv_rank)
 
     def key_range(
         self,
@@ -171,7 +197,9 @@ class SequenceLayout:
     def _with(self, documents: Documents | None) -> SequenceLayout:
         if documents is self.documents:
             return self
-        return SequenceLayout(self.name, self.seq_len, self.cp, self.multiple_of, self.placed_by, documents)
+        return SequenceLayout(
+            self.name, self.seq_len, self.cp, self.multiple_of, self.placed_by, self.merged, documents
+        )
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.cp:
@@ -231,14 +259,14 @@ def make_layout(
     if name == "auto":
         name = choose_layout(seq_len, cp, documents, multiple_of, is_causal, window)
     placed_by = documents if name == "per_document" else None
-    return _make_layout(name, seq_len, cp, multiple_of, placed_by)._with(documents)
+    return _make_layout(name, seq_len, cp, multiple_of, placed_by, 1)._with(documents)
 
 
 def layout_from_state(state: Tensor) -> SequenceLayout:
     """Return the layout whose ``.state`` is ``state``; cached by value."""
     kind, seq_len, cp, multiple_of, _ = state[:STATE_SIZE].tolist()
     documents = Documents.from_state(state[STATE_SIZE:]) if LAYOUT_NAMES[kind] == "per_document" else None
-    return _make_layout(LAYOUT_NAMES[kind], seq_len, cp, multiple_of, documents)
+    return _make_layout(LAYOUT_NAMES[kind], seq_len, cp, multiple_of, documents, 1)
 
 
 def is_same_layout(state: Tensor, other: Tensor) -> bool:
@@ -259,17 +287,37 @@ def _state(numbers: list[int], documents: Documents | None) -> Tensor:
 
 @remembered(of=lambda *numbers: numbers[4])
 def _make_layout(
-    name: str, seq_len: int, cp: int, multiple_of: int, placed_by: Documents | None
+    name: str, seq_len: int, cp: int, multiple_of: int, placed_by: Documents | None, merged: int
 ) -> SequenceLayout:
-    return SequenceLayout(name, seq_len, cp, multiple_of, placed_by)
+    return SequenceLayout(name, seq_len, cp, multiple_of, placed_by, merged)
 
 
 @remembered(of=lambda layout, *_: layout.placed_by, maxsize=256)
 def slot_positions(layout: SequenceLayout, rank: int, row: int = 0) -> Integers:
     """Global token index of each slot of ``rank`` in ``row``: what ``layout.positions`` is made of."""
+    if layout.merged > 1:
+        return np.sort(np.concatenate(_parts_of_merged(layout, rank, row)))
     if layout.placed_by is None:
         return regular_positions(layout.name, layout.cp, layout.local_seq_len, rank)
     return _placed_by_documents(layout.placed_by, row % layout.num_rows, layout.cp, layout.local_seq_len)[rank]
+
+
+def _parts_of_merged(layout: SequenceLayout, rank: int, row: int) -> list[Integers]:
+    """The positions that each of the merged ranks holds."""
+    parts = _make_layout(
+        layout.name, layout.seq_len, layout.cp * layout.merged, layout.multiple_of, layout.placed_by, 1
+    )
+    first = rank * layout.merged
+    return [slot_positions(parts, first + i, row) for i in range(layout.merged)]
+
+
+@remembered(of=lambda layout, *_: layout.placed_by, maxsize=256)
+def merged_slots(layout: SequenceLayout, rank: int, row: int = 0) -> tuple[Integers, ...]:
+    """For each rank that ``rank`` of a merged layout is made of, the slot where each of its slots lies."""
+    order = np.argsort(np.concatenate(_parts_of_merged(layout, rank, row)))
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return tuple(np.split(places, layout.merged))
 
 
 @remembered(of=lambda documents, *_: documents)
@@ -313,15 +361,35 @@ def _visible(
 
 @remembered(of=_documents_of)
 def _tiles(
-    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int, may_mask: bool
+    layout: SequenceLayout,
+    kv_layout: SequenceLayout,
+    mask: Mask,
+    q_rank: int,
+    kv_rank: int,
+    may_mask: bool,
+    only_needed: bool,
 ) -> tuple[Tile, ...]:
     # A causal mask alone has no ragged edges.
     may_mask = may_mask and mask != Mask(is_causal=mask.is_causal)
     tiles: list[Tile] = []
     for rows in row_groups(layout, kv_layout, mask):
-        row = 0 if rows is None else rows[0]
-        tiles += cut_tiles(*_visible(layout, kv_layout, mask, q_rank, kv_rank, row), may_mask=may_mask, rows=rows)
+        bounds = _visible(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0])
+        if only_needed:
+            bounds = compacted(*bounds)
+        tiles += cut_tiles(*bounds, may_mask=may_mask, rows=rows)
     return tuple(tiles)
+
+
+@remembered(of=_documents_of)
+def _needed(
+    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
+) -> NeededKeys:
+    groups = []
+    for rows in row_groups(layout, kv_layout, mask):
+        runs = runs_of(*_visible(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0]))
+        if runs:
+            groups.append((rows, runs))
+    return NeededKeys(tuple(groups))
 
 
 @remembered(of=_documents_of)

@@ -45,6 +45,11 @@ class Tile:
     num_allowed: int = 0
 
     @property
+    def batch_rows(self) -> slice:
+        """``rows`` as an index."""
+        return slice(None) if self.rows is None else slice(*self.rows)
+
+    @property
     def num_queries(self) -> int:
         return self.q_stop - self.q_start
 

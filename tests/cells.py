@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dtcp
+from oracle import STRATEGIES, options_of
 
 NUM_BLOCKS = 2
 SEQUENCES = [(13, "head_tail"), (9, "striped")]  # lengths and layouts of the two steps in flight
@@ -53,7 +54,7 @@ AXES: dict[str, list[Any]] = {
     "backward": ["outside", "inside"],
     "call": ["F", "by_name", "attribute"],
     "door": ["context", "plan", "dtensor"],
-    "strategy": ["ring", "all_gather"],
+    "strategy": list(STRATEGIES),
     "world": [2, 3, 4],
 }
 
@@ -65,7 +66,7 @@ INDUCTOR_CELLS = [
         backward=AXES["backward"][index % 2],
         call=AXES["call"][index % 3],
         door=door,
-        strategy=AXES["strategy"][index // 2 % 2],
+        strategy=STRATEGIES[index % 5],
         backend="inductor",
     )
     for index, (compiled, checkpointing, door) in enumerate(
@@ -181,7 +182,8 @@ def _step(
             step["loss"].backward()
         return step
     with dtcp.context_parallel(
-        mesh, buffers=[rope, weight], buffer_seq_dims=[1, -2], layout=layout_name, strategy=cell.strategy
+        mesh, buffers=[rope, weight], buffer_seq_dims=[1, -2], layout=layout_name,
+        **options_of(cell.strategy, cell.world),
     ) as cp:
         step["x"] = cp.shard(x).requires_grad_()
         step["out"] = run(step["x"], rope)
@@ -203,9 +205,12 @@ def check_cell(rank: int, world: int, cell: Cell) -> int:
         if cell.door == "plan":
             from torch.distributed.tensor.parallel import parallelize_module
 
-            parallelize_module(block, mesh, {"sdpa": dtcp.ContextParallel(strategy=cell.strategy)})
+            how = options_of(cell.strategy, cell.world)
+            parallelize_module(block, mesh, {"sdpa": dtcp.ContextParallel(**how)})
         elif cell.door == "dtensor":
-            block.sdpa.as_dtensor = functools.partial(dtcp.as_dtensor, mesh=mesh, strategy=cell.strategy)
+            block.sdpa.as_dtensor = functools.partial(
+                dtcp.as_dtensor, mesh=mesh, **options_of(cell.strategy, cell.world)
+            )
     run = _prepare(cell, blocks)
     with count_op_calls() as count:
         steps = [_step(cell, mesh, run, blocks, *sequence) for sequence in SEQUENCES]

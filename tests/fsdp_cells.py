@@ -11,7 +11,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,6 +28,7 @@ from dtcp.attention import ops
 from dtcp.models import build_model
 from dtcp.models.init import plain_name
 from dtcp.parallelize.fsdp import set_last_microbatch
+from oracle import STRATEGIES, options_of
 from parity import Record, whole
 
 NUM_BLOCKS = 2
@@ -87,7 +87,7 @@ AXES: dict[str, list[Any]] = {
     "door": ["context", "plan"],
     "backward": ["inside", "outside"],
     "model": ["gpt", "llama"],
-    "strategy": ["ring", "all_gather"],
+    "strategy": list(STRATEGIES),
     "reshard": [True, False],
 }
 
@@ -183,7 +183,8 @@ def parallelize(model: nn.Module, dims: dtcp.ParallelDims, cell: FsdpCell) -> No
         compile_options["dynamic"] = False
     for name, block in model.layers.items():
         if cell.door == "plan":
-            parallelize_module(block, dims.view("cp"), {"attention.sdpa": dtcp.ContextParallel(strategy=cell.strategy)})
+            style = dtcp.ContextParallel(**options_of(cell.strategy, dims.cp))
+            parallelize_module(block, dims.view("cp"), {"attention.sdpa": style})
         if cell.compile == "inside":
             block.compile(**compile_options)
         if cell.checkpointing in ("non_reentrant", "selective"):
@@ -242,7 +243,7 @@ def _by_context(
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
     with dtcp.context_parallel(
         dims.view("cp"), buffers=[tokens, labels, positions], buffer_seq_dims=1, buffer_pad_values=[0, -100, 0],
-        layout=layout, strategy=cell.strategy,
+        layout=layout, **options_of(cell.strategy, dims.cp),
     ):  # fmt: skip
         loss = dtcp.token_loss(model(tokens, positions), labels, num_valid_tokens=count)
         if cell.backward == "inside":
@@ -303,14 +304,9 @@ def count_backwards() -> Iterator[list[int]]:
     """Count the runs of the backward op on this rank, also those in compiled graphs."""
     count = [0]
 
-    def counting(name: str, _real: Any = ops.choose_strategy) -> Any:
-        strategy = _real(name)
+    def counting(*args: Any, _real: Any = ops.agree_on_backward) -> None:
+        count[0] += 1
+        _real(*args)
 
-        def backward(*args: Any) -> Any:
-            count[0] += 1
-            return strategy.backward(*args)
-
-        return SimpleNamespace(forward=strategy.forward, backward=backward)
-
-    with mock.patch.object(ops, "choose_strategy", counting):
+    with mock.patch.object(ops, "agree_on_backward", counting):
         yield count

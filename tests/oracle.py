@@ -77,13 +77,25 @@ def solve(case: Case, problem: Problem, mesh: Any, layout: dtcp.SequenceLayout, 
 
     inputs = [local(x).requires_grad_() for x in (problem.query, problem.key, problem.value)]
     options = {
-        "mesh": mesh, "layout": layout, "is_causal": case.is_causal, "strategy": case.strategy, "kernel": case.kernel,
+        "mesh": mesh, "layout": layout, "is_causal": case.is_causal, "kernel": case.kernel,
+        **options_of(case.strategy, layout.cp),
         "qkv_format": case.qkv_format, "scale": case.scale, "enable_gqa": True, "return_lse": True,
     }  # fmt: skip
     out, lse = dtcp.context_parallel_attention(*inputs, **(options | overrides))
     grads = torch.autograd.grad(out, inputs, local(problem.grad_out))
     by_head = [x.transpose(1, 2) if swap else x for x in (out.detach(), *grads)]
     return {"out": by_head[0], "lse": lse.detach(), **dict(zip(GRADIENT_NAMES, by_head[1:], strict=True))}
+
+
+STRATEGIES = ("ring", "all_gather", "exchange", "ulysses", "hybrid")
+
+
+def options_of(strategy: str, cp: int) -> dict[str, Any]:
+    """How a call asks for ``strategy``; ``hybrid`` so that both its halves have something to do wherever they can."""
+    if strategy != "hybrid":
+        return {"strategy": strategy}
+    degree = next((d for d in (2, 3, 5, 7) if cp % d == 0), 1)
+    return {"strategy": "hybrid", "ulysses_degree": degree}
 
 
 def relative_error(actual: Tensor, right: Tensor) -> float:

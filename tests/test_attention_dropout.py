@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dtcp
 import dtcp.attention.blocks as cutting
 from dtcp.models.attention import ScaledDotProductAttention
-from oracle import all_pairs, relative_error
+from oracle import STRATEGIES, all_pairs, options_of, relative_error
 
 P = 0.3
 SIGMAS = 5.0
@@ -58,7 +58,7 @@ def check_parity(rank: int, world: int, cases: list[dict[str, Any]]) -> None:
         keys = dtcp.dropout_keys(3, 5, [7, 8], layout.positions(rank))
         out, lse = dtcp.context_parallel_attention(
             *leaves, mesh=mesh, layout=layout, enable_gqa=True, return_lse=True, dropout_keys=keys,
-            strategy=case.get("strategy", "ring"), kernel=case.get("kernel", "auto"), **dropped,
+            kernel=case.get("kernel", "auto"), **options_of(case.get("strategy", "ring"), world), **dropped,
         )  # fmt: skip
         grads = torch.autograd.grad(out, leaves, dtcp.shard(inputs[3].to(dtype), mesh, layout, dim=2))
         num_valid = layout.num_valid(rank)
@@ -73,12 +73,15 @@ QUICK = [
     {"seq_len": 21, "layout": "head_tail", "strategy": "ring"},
     {"seq_len": 22, "layout": "striped", "strategy": "all_gather", "kernel": "math"},
     {"seq_len": 19, "layout": "contiguous", "strategy": "ring", "is_causal": False},
+    {"seq_len": 21, "layout": "striped", "strategy": "exchange"},
+    {"seq_len": 22, "layout": "head_tail", "strategy": "ulysses"},
+    {"seq_len": 21, "layout": "striped", "strategy": "hybrid"},
 ]
 EVERY_PAIR = all_pairs(
     {
         "seq_len": [1, 2, 7, 97, 128],
         "layout": ["contiguous", "head_tail", "striped"],
-        "strategy": ["ring", "all_gather"],
+        "strategy": list(STRATEGIES),
         "is_causal": [True, False],
         "heads": [(4, 4), (6, 2), (4, 1)],
         "p": [0.0, 0.1, 0.9, 0.999],

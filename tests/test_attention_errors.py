@@ -70,11 +70,22 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "cp=4 but the mesh has 2 ranks; make it with cp=2",
     ),
     ({"qkv_format": "sbhd"}, ValueError, "qkv_format must be 'bhsd' or 'bshd', got 'sbhd'"),
-    ({"strategy": "rings"}, ValueError, "strategy must be one of ring, all_gather, got 'rings'"),
     (
-        {"strategy": "ulysses"},
-        NotImplementedError,
-        "strategy='ulysses' is not available yet; use one of ring, all_gather",
+        {"strategy": "rings"},
+        ValueError,
+        "strategy must be one of ring, all_gather, exchange, ulysses, hybrid, got 'rings'",
+    ),
+    (
+        {"strategy": "ulysses", "shapes": [(2, 1, 8, 16)] * 3},
+        ValueError,
+        "1 query heads cannot be cut among 2 ranks.*use strategy='ring' or 'exchange'",
+    ),
+    ({"strategy": "hybrid"}, ValueError, "strategy='hybrid' needs ulysses_degree.*got None; use a divisor of cp, 2"),
+    ({"strategy": "hybrid", "ulysses_degree": 0}, ValueError, "strategy='hybrid' needs ulysses_degree.*got 0"),
+    (
+        {"strategy": "hybrid", "ulysses_degree": 3},
+        ValueError,
+        "ulysses_degree=3 must divide the 2 ranks of the cp axis; use one of 1, 2",
     ),
     ({"kernel": "flash", "scale": 0.0}, ValueError, "kernel='flash' needs a positive scale, got 0.0"),
     ({"ulysses_degree": 2}, ValueError, "ulysses_degree=2 has no meaning for strategy='ring'"),
@@ -171,7 +182,8 @@ def check_differing(rank: int, world: int) -> None:
         (r"softcap \(.*\)", {"softcap": 5.0}, ""),
         (r"mask_mod \(checksum of some of its values\)", {"mask_mod": lambda b, h, q, kv: q // 4 == kv // 4}, ""),
         (r"dropout_p \(.*\)", DROPPED, ""),
-        (r"strategy \(0 ring, 1 all_gather\)", {"strategy": "all_gather"}, "{0: 1, 1: 0, 2: 0}"),
+        (r"strategy \(0 ring, 1 exchange, 2 all_gather; .*\)", {"strategy": "all_gather"}, "{0: 5, 1: 3, 2: 3}"),
+        (r"strategy \(.*ranks among which heads are cut\)", {"strategy": "ulysses"}, "{0: 9, 1: 3, 2: 3}"),
     ]:
         with pytest.raises(ValueError, match=f"{field} differs between the ranks") as caught:
             others = {"mask_mod": lambda b, h, q, kv: q // 8 == kv // 8} if "mask_mod" in options else {}

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
 from masked import MASK_MODS, MaskedCase, MaskedProblem, errors, layout_of, solve_masked
-from oracle import all_pairs
+from oracle import STRATEGIES, all_pairs
 
 TOLERANCE = 1e-10
 SEQ_LEN = 41
 
 AXES: dict[str, list[Any]] = {
     "layout": ["contiguous", "head_tail", "striped", "per_document", "auto"],
-    "strategy": ["ring", "all_gather"],
+    "strategy": list(STRATEGIES),
     "is_causal": [True, False],
     "heads": [(4, 2, 8, 8), (4, 4, 8, 4), (4, 1, 4, 8)],
     "lengths": [

@@ -14,11 +14,12 @@ import dtcp
 from cuts import layout_of
 from dtcp import collectives
 from dtcp.attention import ops as attention_ops
+from dtcp.attention.arguments import RING, resolved_strategy
 from dtcp.attention.schedule import ring_schedule
 from dtcp.collectives import agree
 from dtcp.layout import LAYOUT_NAMES
 from dtcp.mask import Mask
-from oracle import GRADIENT_NAMES, Case, make_problem, solve
+from oracle import GRADIENT_NAMES, STRATEGIES, Case, make_problem, options_of, solve
 from recorder import Sent, count_exchanges
 
 BATCH, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 2, 16, 8
@@ -49,7 +50,7 @@ def check_bytes(rank: int, world: int, layout_name: str, strategy: str, is_causa
         direction = 1 if layout_name == "contiguous" else -1
         assert {s.peer for s in forward} <= {(rank + direction) % world}, "a hop goes to the neighbour"
         assert len(forward) <= world - 1 and len(backward) <= 2 * (world - 1), "one message a hop: K and V together"
-    else:
+    elif strategy == "all_gather":
         assert [s.kind for s in forward] == ["all_gather"]
         assert [s.kind for s in backward] == ["all_gather", "reduce_scatter"]
     return sum(s.num_bytes for s in forward), sum(s.num_bytes for s in backward)
@@ -100,14 +101,15 @@ def test_ring_schedules_of_all_ranks_fit_together(name, cp, is_causal):
         assert schedules[own.next_rank].previous_rank == rank
         held = (0, layout.local_seq_len)
         for index, step in enumerate(own.steps):
-            for start, stop in (step.grad_rows, step.send):
+            hop = own.hops[index]
+            for start, stop in (step.keys.hull(), hop.send):
                 assert start == stop or (held[0] <= start and stop <= held[1]), "reads and sends what is here"
-            assert step.send == schedules[own.next_rank].steps[index].receive
+            assert hop.send == schedules[own.next_rank].hops[index].receive
             if index + 1 < cp:
                 assert schedules[own.next_rank].steps[index + 1].source == step.source
             assert schedules[step.reader].steps[index].source == rank
-            assert schedules[step.reader].steps[index].grad_rows == step.reader_rows
-            held = step.receive
+            assert schedules[step.reader].steps[index].keys == step.reader_keys
+            held = hop.receive
 
 
 def check_peak(rank: int, world: int, strategy_name: str) -> tuple[int, int]:
@@ -117,14 +119,14 @@ def check_peak(rank: int, world: int, strategy_name: str) -> tuple[int, int]:
     """
     from dtcp.attention.call import Call
     from dtcp.attention.kernels import choose_kernel
-    from dtcp.attention.strategies import choose_strategy
+    from dtcp.attention.strategies import CORES
     from live_bytes import peak_live_bytes
 
     group = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)).get_group()
     layout = dtcp.make_layout("head_tail", seq_len=64 * world, cp=world)
     query, key, value = (torch.randn(1, 8, 64, 16) for _ in range(3))
     call = Call(group, layout, layout, Mask(is_causal=True), scale=0.25, kernel=choose_kernel("flash", query, 16))
-    strategy = choose_strategy(strategy_name)
+    strategy = CORES[strategy_name]
     strategy.forward(call, query, key, value)  # layouts and schedules are cached by now
     with peak_live_bytes() as forward:
         out, lse = strategy.forward(call, query, key, value)
@@ -133,11 +135,14 @@ def check_peak(rank: int, world: int, strategy_name: str) -> tuple[int, int]:
     return forward.peak, backward.peak
 
 
-def test_ring_memory_does_not_grow_with_cp(ranks):
-    by_world = [ranks.run(world, check_peak, "ring") for world in (2, 3, 4)]
+@pytest.mark.parametrize("strategy", ["ring", "exchange"])
+def test_memory_of_a_step_by_step_strategy_does_not_grow_with_cp(ranks, strategy):
+    by_world = [ranks.run(world, check_peak, strategy) for world in (2, 3, 4)]
     # Of the rank that needs most: the last one reads only halves of the others' keys.
     peaks = [tuple(map(max, zip(*by_rank, strict=True))) for by_rank in by_world]
-    assert peaks[0] == peaks[1] == peaks[2], by_world
+    assert peaks[1] == peaks[2], by_world
+    # Two ranks have one part of a gradient to return, and no other one meanwhile.
+    assert all(two <= more for two, more in zip(peaks[0], peaks[1], strict=True)), by_world
     # The measure does see memory that grows: all_gather holds every rank's keys.
     gathered = [ranks.run(world, check_peak, "all_gather")[0] for world in (2, 3, 4)]
     shard_bytes = 64 * 8 * 32 * 4
@@ -155,17 +160,19 @@ def check_flops(rank: int, world: int, strategy: str) -> None:
         )
         with FlopCounterMode(display=False) as counter:
             out = dtcp.context_parallel_attention(
-                q, k, v, mesh=mesh, layout=layout, is_causal=is_causal, enable_gqa=True, strategy=strategy,
-                documents=layout.documents,
+                q, k, v, mesh=mesh, layout=layout, is_causal=is_causal, enable_gqa=True,
+                documents=layout.documents, **options_of(strategy, world),
             )  # fmt: skip
             forward = counter.get_total_flops()
             out.backward(torch.ones_like(out))
-        pairs = layout.attended_pairs(is_causal, documents=layout.documents)[rank]
+        by_rank = layout.attended_pairs(is_causal, documents=layout.documents)
+        # Half the heads of both ranks' tokens, or all heads of its own.
+        pairs = sum(by_rank) / 2 if strategy in ("ulysses", "hybrid") else by_rank[rank]
         assert forward == 2 * 2 * 4 * pairs * (16 + 8)
         assert counter.get_total_flops() - forward == 2 * 2 * 4 * pairs * (3 * 16 + 2 * 8)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_flop_counter_counts_the_work_of_this_rank(ranks, strategy):
     ranks.run(2, check_flops, strategy)
 
@@ -187,7 +194,8 @@ def check_opcheck(rank: int, world: int, strategy: str) -> None:
         (none, (-1, -1), keys, 0.3, 4),
         (masks, (6, -1), None, 0.0, 0),
     ):
-        constants = (group_name, True, *window, 0.0, 0.25, strategy, "auto", p, head_offset, "")
+        how = resolved_strategy(**{"ulysses_degree": None, **options_of(strategy, world)}, cp=world)
+        constants = (group_name, True, *window, 0.0, 0.25, *how, "auto", p, head_offset, "")
         check_opcheck_of((q, k, v), (layout.state, layout.state, *given, dropout_keys, *constants))
 
 
@@ -197,18 +205,19 @@ def check_opcheck_of(inputs: tuple[torch.Tensor, ...], constants: tuple[Any, ...
     q, k, v = inputs
     # opcheck compares the outputs of two runs, and each call has another number.
     with mock.patch.object(attention_ops, "agree", lambda *args, **kwargs: 7 * bool(agree(*args, **kwargs))):
-        opcheck(attention_ops.forward_op, (q, k, v, *constants, False))
+        opcheck(attention_ops.forward_op, (q, k, v, *constants, False, False))
         # With gradients opcheck differentiates the sum of ALL outputs, lse too, which the op refuses: the rest of its
         # checks here, and compiled gradients against eager ones in the test below.
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         without_lse = ("test_schema", "test_autograd_registration", "test_faketensor")
-        opcheck(attention_ops.forward_op, (*leaves, *constants, True), test_utils=without_lse)
-    out, lse, number = attention_ops.forward_op(q, k, v, *constants, False)
+        opcheck(attention_ops.forward_op, (*leaves, *constants, True, True), test_utils=without_lse)
+    out, lse, number, *kept = attention_ops.forward_op(q, k, v, *constants, False, False)
     has_bias = constants[6] is not None
-    opcheck(attention_ops.backward_op, (out, q, k, v, out, lse, number, *constants, has_bias, has_bias))
+    saved = kept if kept[0].numel() else (q, k, v, out, lse)
+    opcheck(attention_ops.backward_op, (out, *saved, number, *constants, k.size(2), has_bias, has_bias))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_opcheck_passes(ranks, world, strategy):
     ranks.run(world, check_opcheck, strategy)
@@ -219,9 +228,11 @@ def check_compile(rank: int, world: int, strategy: str, backend: str) -> None:
 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
 
+    how = options_of(strategy, world)
+
     def block(query, key, value, layout):
         out, lse = dtcp.context_parallel_attention(
-            query * 2, key, value, mesh=mesh, layout=layout, is_causal=True, strategy=strategy, return_lse=True
+            query * 2, key, value, mesh=mesh, layout=layout, is_causal=True, return_lse=True, **how
         )
         return out.sin(), lse.detach()
 
@@ -243,7 +254,7 @@ def check_compile(rank: int, world: int, strategy: str, backend: str) -> None:
     assert targets.count("dtcp.attention_forward.default") == 1
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_attention_is_one_graph_and_equals_eager(ranks, strategy, backend):
     ranks.run(2, check_compile, strategy, backend, timeout=120)
@@ -264,7 +275,7 @@ def check_dtensor(rank: int, world: int) -> None:
     )
     right.sum().backward()
     state = distribute_tensor(layout.state, mesh["tp"], [Replicate()])
-    constants = (state, state, mesh["cp"].get_group().group_name, True, 0.3, "ring", "auto")
+    constants = (state, state, mesh["cp"].get_group().group_name, True, 0.3, RING, "auto")
     for given, kept in ((Shard(2), Shard(2)), (Shard(0), Shard(0)), (Replicate(), Replicate())):
         cut = [distribute_tensor(x, mesh["tp"], [given]).requires_grad_() for x in local]
         out, lse = attention_ops.attention_forward(*cut, *constants)
@@ -313,7 +324,8 @@ def check_layouts_in_flight(rank: int, world: int) -> None:
         inputs = [
             dtcp.shard(x, mesh, layout, dim=2).requires_grad_() for x in (problem.query, problem.key, problem.value)
         ]
-        out = dtcp.context_parallel_attention(*inputs, mesh=mesh, layout=layout, is_causal=True, strategy=case.strategy)
+        how = options_of(case.strategy, world)
+        out = dtcp.context_parallel_attention(*inputs, mesh=mesh, layout=layout, is_causal=True, **how)
         pending.append((inputs, out, dtcp.shard(problem.grad_out, mesh, layout, dim=2)))
     for (inputs, out, grad_out), right in reversed(list(zip(pending, alone, strict=True))):
         for grad, name in zip(torch.autograd.grad(out, inputs, grad_out), GRADIENT_NAMES, strict=True):

@@ -17,11 +17,22 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
-from oracle import GRADIENT_NAMES, Case, Problem, all_pairs, make_problem, relative_error, single_device, solve
+from oracle import (
+    GRADIENT_NAMES,
+    STRATEGIES,
+    Case,
+    Problem,
+    all_pairs,
+    make_problem,
+    options_of,
+    relative_error,
+    single_device,
+    solve,
+)
 
 AXES = {
     "layout": ["contiguous", "head_tail", "striped"],
-    "strategy": ["ring", "all_gather"],
+    "strategy": list(STRATEGIES),
     "is_causal": [True, False],
     "heads": [(4, 4, 16, 16), (8, 2, 16, 16), (4, 1, 8, 8), (8, 2, 24, 16), (2, 2, 8, 16)],
     "seq_len": [1, 2, 5, 6, 97, 130, 257],
@@ -140,8 +151,8 @@ def check_cross_attention(rank: int, world: int, strategy: str) -> None:
         of = [layout, layout, layout, kv_layout, kv_layout]
         local = [dtcp.shard(x.detach(), mesh, o, dim=2).requires_grad_() for x, o in zip(whole, of[2:], strict=True)]
         out, lse = dtcp.context_parallel_attention(
-            *local, mesh=mesh, layout=layout, kv_layout=kv_layout, enable_gqa=True, strategy=strategy, return_lse=True,
-            kernel="math",
+            *local, mesh=mesh, layout=layout, kv_layout=kv_layout, enable_gqa=True, return_lse=True, kernel="math",
+            **options_of(strategy, world),
         )  # fmt: skip
         grads = torch.autograd.grad(out, local, dtcp.shard(grad_out, mesh, layout, dim=2))
         for result, expected, o in zip([out, lse, *grads], right, of, strict=True):
@@ -149,7 +160,7 @@ def check_cross_attention(rank: int, world: int, strategy: str) -> None:
             assert relative_error(joined, expected.detach()) < 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_cross_attention_has_a_key_layout_of_its_own(ranks, world, strategy):
     ranks.run(world, check_cross_attention, strategy)
@@ -157,7 +168,7 @@ def test_cross_attention_has_a_key_layout_of_its_own(ranks, world, strategy):
 
 def check_bitwise(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    axes = ("ring", "all_gather"), ("head_tail", "striped"), ("float32", "bfloat16")
+    axes = STRATEGIES, ("head_tail", "striped"), ("float32", "bfloat16")
     for strategy, layout_name, dtype in itertools.product(*axes):
         case = Case(layout=layout_name, strategy=strategy, dtype=dtype, heads=(8, 2, 16, 16), seq_len=130)
         problem, layout = make_problem(case), dtcp.make_layout(layout_name, seq_len=130, cp=world)
@@ -173,7 +184,7 @@ def test_two_runs_are_bitwise_equal(ranks):
 def check_pads(rank: int, world: int) -> None:
     """NaN and infinity in every pad slot of q, k, v and grad_out."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    for strategy, name, is_causal in itertools.product(("ring", "all_gather"), AXES["layout"], (True, False)):
+    for strategy, name, is_causal in itertools.product(STRATEGIES, AXES["layout"], (True, False)):
         layout = dtcp.make_layout(name, seq_len=9, cp=world, multiple_of=4)
         assert layout.padded_seq_len > 9
         case = Case(layout=name, strategy=strategy, is_causal=is_causal, seq_len=9, dtype="float64", kernel="math")
@@ -183,8 +194,9 @@ def check_pads(rank: int, world: int) -> None:
             poisoned.append(dtcp.shard(x, mesh, layout, dim=2, pad_value=poison).requires_grad_())
         grad_out = dtcp.shard(problem.grad_out, mesh, layout, dim=2, pad_value=float("nan"))
         out, lse = dtcp.context_parallel_attention(
-            *poisoned, mesh=mesh, layout=layout, is_causal=is_causal, strategy=strategy, kernel="math", return_lse=True
-        )
+            *poisoned, mesh=mesh, layout=layout, is_causal=is_causal, kernel="math", return_lse=True,
+            **options_of(strategy, world),
+        )  # fmt: skip
         grads = torch.autograd.grad(out, poisoned, grad_out)
         solved = {"out": out.detach(), "lse": lse, **dict(zip(GRADIENT_NAMES, grads, strict=True))}
         ratios = excess(case, problem, solved, mesh, layout)
@@ -235,7 +247,7 @@ def test_any_subset_of_inputs_may_be_frozen_and_hops_do_not_depend_on_it(ranks):
 
 def check_strides(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    for strategy in ("ring", "all_gather"):
+    for strategy in STRATEGIES:
         case = Case(seq_len=41, heads=(4, 2, 16, 16), strategy=strategy, layout="striped")
         problem, layout = make_problem(case), dtcp.make_layout("striped", seq_len=41, cp=world)
         strided = dataclasses.replace(
@@ -249,7 +261,7 @@ def check_strides(rank: int, world: int) -> None:
         assert not any(x.is_contiguous() for x in wide)
         versions = [(x._version, x.detach().clone()) for x in wide]
         out = dtcp.context_parallel_attention(
-            *wide, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True, strategy=strategy
+            *wide, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True, **options_of(strategy, world)
         )
         # An expanded upstream gradient: what .sum().backward() hands over.
         grads = torch.autograd.grad(out.sum(), wide)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
 from dtcp.models.attention import ScaledDotProductAttention
-from oracle import relative_error
+from oracle import STRATEGIES, options_of, relative_error
 
 
 class Block(nn.Module):
@@ -72,10 +72,10 @@ def check_step(mesh: Any, whole: nn.Module, cut: nn.Module, layout: Any, run: An
 
 def check_plan(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    for strategy in ("ring", "all_gather"):
+    for strategy in STRATEGIES:
         whole, cut = make_pair()
         names = list(cut.state_dict())
-        parallelize(cut, mesh, strategy=strategy, kernel="math")
+        parallelize(cut, mesh, **options_of(strategy, world), kernel="math")
         assert list(cut.state_dict()) == names, "checkpoints keep their names"
         assert type(cut[0].sdpa).__name__ == "ContextParallelScaledDotProductAttention"
         assert isinstance(cut[0].sdpa, ScaledDotProductAttention)
@@ -247,8 +247,8 @@ def test_misuse_of_the_plan_is_refused(ranks):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"strategy": "zigzag"}, ValueError, "strategy must be one of ring, all_gather, got 'zigzag'"),
-        ({"strategy": "hybrid"}, NotImplementedError, "strategy='hybrid' is not available yet"),
+        ({"strategy": "zigzag"}, ValueError, "strategy must be one of ring, .*, got 'zigzag'"),
+        ({"strategy": "hybrid"}, ValueError, "strategy='hybrid' needs ulysses_degree"),
         ({"kernel": "triton"}, ValueError, "kernel must be one of auto, flash, .* got 'triton'"),
         ({"qkv_format": "thd"}, ValueError, "qkv_format must be 'bhsd' or 'bshd', got 'thd'"),
     ],

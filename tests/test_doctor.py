@@ -202,16 +202,16 @@ def repeated_bias() -> contextlib.AbstractContextManager[Any]:
 
 
 def first_hop_in_backward() -> contextlib.AbstractContextManager[Any]:
-    real_backward, real_rotate = Ring.backward, Ring._rotate
+    real_backward, real_walk = Ring.backward, Ring._walk
 
-    def rotate(call: Any, key: torch.Tensor, value: torch.Tensor) -> Iterator[Any]:
-        for step, tiles, source_key, source_value in real_rotate(call, key, value):
-            if step == 1:
-                first = source_key.clone(), source_value.clone()
-            yield step, tiles, *((source_key, source_value) if step < 2 else first)
+    def walk(self: Ring, call: Any, key: torch.Tensor, value: torch.Tensor) -> Iterator[Any]:
+        for index, (step, held) in enumerate(real_walk(self, call, key, value)):
+            if index == 1:
+                first = tuple(x.clone() for x in held.parts[None][:2])
+            yield step, held if index < 2 else dataclasses.replace(held, parts={None: (*first, 0)})
 
     def backward(self: Ring, *args: Any) -> Any:
-        with mock.patch.object(Ring, "_rotate", staticmethod(rotate)):
+        with mock.patch.object(Ring, "_walk", walk):
             return real_backward(self, *args)
 
     return mock.patch.object(Ring, "backward", backward)

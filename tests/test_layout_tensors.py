@@ -10,14 +10,15 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import dtcp
 from cells import count_op_calls
 from dtensors import HEADS, SEQUENCE, Problem, join, tagged
+from oracle import STRATEGIES, options_of
 
 
 def check_tagged(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     for name in ("head_tail", "striped", "contiguous"):
-        for strategy in ("ring", "all_gather"):
+        for strategy in STRATEGIES:
             problem, layout = Problem(13), dtcp.make_layout(name, seq_len=13, cp=world)
-            leaves, parts, grad_out = tagged(problem, mesh, layout, strategy=strategy, kernel="math")
+            leaves, parts, grad_out = tagged(problem, mesh, layout, **options_of(strategy, world), kernel="math")
             with count_op_calls() as count:
                 out = problem.attend(*parts)
             assert count[0] == 1 and out.shape == (2, 4, layout.padded_seq_len, 8)

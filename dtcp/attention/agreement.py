@@ -7,24 +7,25 @@ import zlib
 import torch
 from torch import Tensor
 
-from dtcp.attention.arguments import length_error
+from dtcp.attention.arguments import check_heads_of_ranks, length_error
 from dtcp.attention.call import Call
 from dtcp.attention.masks import check_bias
 from dtcp.attention.scores import checksum_of_mask_mod, versions_of_captures
-from dtcp.attention.strategies import STRATEGY_NAMES
+from dtcp.attention.strategies import CORES
 from dtcp.collectives import DTYPES
 from dtcp.layout import LAYOUT_NAMES, SequenceLayout
 
 
 def agreement(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, strategy: str, needs_grad: bool
+    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, how: tuple[str, int], needs_grad: bool
 ) -> tuple[dict[str, int], ValueError | None, list[int]]:
     """Return by name what the ranks compare, why this rank refuses the call, and the state of its ``mask_mod``.
 
     Args:
         query, key, value: (B, S, H, D).
+        how: Core of the strategy, and the ranks among which heads are cut.
     """
-    fields, refusal = _fields(query, key, value, call, sinks, strategy, needs_grad), _refusal(query, key, call)
+    fields, refusal = _fields(query, key, value, call, sinks, how, needs_grad), _refusal(query, key, call, how[1])
     state = [0] * CHANGES
     if refusal is None:
         try:
@@ -62,8 +63,9 @@ def check_mask_mod_is_as_before(number: Tensor, query: Tensor, call: Call) -> No
 
 
 def _fields(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, strategy: str, needs_grad: bool
+    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, how: tuple[str, int], needs_grad: bool
 ) -> dict[str, int]:
+    cores = tuple(CORES)
     mask, modifiers = call.mask, call.modifiers
     given = (modifiers.mask_mod, sinks, modifiers.attn_bias, modifiers.alibi_slopes)
     return {
@@ -88,12 +90,13 @@ def _fields(
         "softcap (its float64 bits)": _bits(modifiers.softcap),
         "scale (its float64 bits)": _bits(call.scale),
         "dropout_p (its float64 bits)": _bits(0.0 if call.dropout is None else call.dropout.p),
-        f"strategy ({_choices(STRATEGY_NAMES)})": STRATEGY_NAMES.index(strategy),
+        f"strategy ({_choices(cores)}; and {len(cores)} x ranks among which heads are cut)": cores.index(how[0])
+        + len(cores) * how[1],
         "requires_grad": int(needs_grad),
     }
 
 
-def _refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
+def _refusal(query: Tensor, key: Tensor, call: Call, ulysses_degree: int) -> ValueError | None:
     """What only the op can find: in a compiled graph layouts and documents are known when it runs."""
     layout, kv_layout, mask = call.layout, call.kv_layout, call.mask
     if layout.cp != call.group.size():
@@ -115,6 +118,7 @@ def _refusal(query: Tensor, key: Tensor, call: Call) -> ValueError | None:
             f"key_lengths must be in 0..{kv_layout.seq_len}, the keys of the sequence, got {list(mask.key_lengths)}"
         )
     try:
+        check_heads_of_ranks(query.size(2), layout.cp, ulysses_degree)
         if call.modifiers.attn_bias is not None:
             check_bias(call.modifiers.attn_bias, query.size(0), query.size(2), query.size(1), kv_layout.seq_len)
         for documents in (mask.documents, layout.placed_by):

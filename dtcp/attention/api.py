@@ -18,6 +18,7 @@ from dtcp.attention.arguments import (
     checked_scale,
     length_error,
     positional_argument,
+    resolved_strategy,
 )
 from dtcp.attention.dropout import checked_dropout
 from dtcp.attention.kernels import Kernel, choose_kernel
@@ -95,7 +96,12 @@ def context_parallel_attention(
         scale: Of the scores; None is 1/√D.
         enable_gqa: Allow Hkv < Hq.
         strategy: ``ring`` (two kv shards per rank; keys and values sent once in the forward, once in the
-            backward, float32 key gradients back to their owner) or ``all_gather`` (the whole K and V on every rank).
+            backward, float32 key gradients back to their owner), ``exchange`` (the same memory; each key goes from its
+            owner to just the ranks whose queries see it, so that messages follow windows and documents),
+            ``all_gather`` (the whole K and V on every rank), ``ulysses`` (each rank attends some heads of the whole
+            sequence, brought there and back by all-to-all; Hq >= cp) or ``hybrid`` (that among ``ulysses_degree``
+            adjacent ranks, and a ring over the rest).
+        ulysses_degree: For ``hybrid``: a divisor of cp, at most Hq. 1 is ``ring``, cp is ``ulysses``.
         head_offset: Global index of the first query head, where heads are cut (tensor parallelism), for ``mask_mod``
             and dropout.
         dropout_p: Probability of dropping an attention weight, below 1. The mask is a function of the query's key,
@@ -133,6 +139,7 @@ def context_parallel_attention(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format=qkv_format
         )
         check_layouts(mesh, layout, kv_layout, positional_argument(is_causal, masks))
+        how = resolved_strategy(strategy, ulysses_degree, layout.cp, query.size(2))
         check_mask_shapes(masks, query.size(0), query.size(2), query.size(1), (kv_layout or layout).seq_len)
         check_kernel(kernel, query, value, scale, dropout_p, masks)
         rows = query.size(0), query.size(1)
@@ -153,8 +160,8 @@ def context_parallel_attention(
         return out if qkv_format == "bhsd" else out.transpose(1, 2)
     group_name = mesh.get_group().group_name
     out, lse = attention_forward(
-        query, key, value, layout.state, kv_layout.state, group_name, is_causal, scale, strategy, kernel,
-        dropout, masks,
+        query, key, value, layout.state, kv_layout.state, group_name, is_causal, scale, how, kernel, dropout, masks,
+        needs_lse=return_lse,
     )  # fmt: skip
     if qkv_format == "bhsd":
         out = out.transpose(1, 2)

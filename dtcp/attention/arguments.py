@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from dtcp.attention.scores import CallMasks
-from dtcp.attention.strategies import STRATEGY_NAMES
 from dtcp.collectives import check_mesh
 from dtcp.dtensor import is_dtensor
 from dtcp.layout import SequenceLayout
@@ -21,7 +20,10 @@ if TYPE_CHECKING:
 
 QKV_FORMATS = ("bhsd", "bshd")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PLANNED_STRATEGIES = ("ulysses", "hybrid", "exchange", "auto")
+# Of each strategy: what runs over the ranks that no all-to-all of heads brings together.
+_CORES = {"ring": "ring", "all_gather": "all_gather", "exchange": "exchange", "ulysses": "ring", "hybrid": "ring"}
+STRATEGY_NAMES = tuple(_CORES)
+_PLANNED_STRATEGIES = ("auto",)
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, qkv_format: str) -> None:
@@ -86,14 +88,66 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
         raise ValueError(f"scale must be a number, got {scale!r}; use scale=None for 1/√D") from error
 
 
+class ResolvedStrategy(NamedTuple):
+    """A strategy as it travels through the attention ops.
+
+    Attributes:
+        core: ``ring``, ``exchange`` or ``all_gather``.
+        ulysses_degree: Adjacent ranks among which heads are cut first; 1 for none.
+    """
+
+    core: str
+    ulysses_degree: int
+
+
+RING = ResolvedStrategy("ring", 1)
+
+
+def resolved_strategy(
+    strategy: str, ulysses_degree: int | None, cp: int, num_heads: int | None = None
+) -> ResolvedStrategy:
+    """Return what ``strategy`` means for ``cp`` ranks, or raise ValueError if they or the heads do not allow it."""
+    check_strategy(strategy, ulysses_degree)
+    degree = cp if strategy == "ulysses" else ulysses_degree or 1
+    if cp % degree:
+        raise ValueError(
+            f"ulysses_degree={degree} must divide the {cp} ranks of the cp axis; use one of "
+            f"{', '.join(str(d) for d in range(1, cp + 1) if cp % d == 0)}"
+        )
+    if num_heads is not None:
+        check_heads_of_ranks(num_heads, cp, degree)
+    return ResolvedStrategy(_CORES[strategy], degree)
+
+
+def check_heads_of_ranks(num_heads: int, cp: int, degree: int) -> None:
+    """Raise ValueError if there are fewer query heads than ranks that they are cut among."""
+    if degree <= num_heads:
+        return
+    largest = max(d for d in range(1, num_heads + 1) if cp % d == 0)
+    other = f"strategy='hybrid' with ulysses_degree={largest}, or " if largest > 1 else ""
+    raise ValueError(
+        f"{num_heads} query heads cannot be cut among {degree} ranks (strategy='ulysses' takes all ranks of the cp "
+        f"axis, 'hybrid' ulysses_degree of them); use {other}strategy='ring' or 'exchange'"
+    )
+
+
 def check_strategy(strategy: str, ulysses_degree: int | None) -> None:
-    """Raise unless ``strategy`` exists."""
+    """Raise unless ``strategy`` exists and ``ulysses_degree`` is what it takes."""
     if strategy in _PLANNED_STRATEGIES:
         raise NotImplementedError(f"strategy={strategy!r} is not available yet; use one of {', '.join(STRATEGY_NAMES)}")
     if strategy not in STRATEGY_NAMES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGY_NAMES)}, got {strategy!r}")
-    if ulysses_degree is not None:
-        raise ValueError(f"ulysses_degree={ulysses_degree} has no meaning for strategy={strategy!r}; leave it None")
+    if strategy == "hybrid":
+        if isinstance(ulysses_degree, bool) or not isinstance(ulysses_degree, int) or ulysses_degree < 1:
+            raise ValueError(
+                f"strategy='hybrid' needs ulysses_degree, the number of adjacent ranks among which heads are cut, got "
+                f"{ulysses_degree!r}; use a divisor of cp, 2 say"
+            )
+    elif ulysses_degree is not None:
+        raise ValueError(
+            f"ulysses_degree={ulysses_degree} has no meaning for strategy={strategy!r}; leave it None, or use "
+            "strategy='hybrid'"
+        )
 
 
 def check_layouts(

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from dtcp.attention.calls import own_tiles
 from dtcp.attention.dropout import CallDropout, tile_dropout
+from dtcp.attention.held import HeldKeys
 from dtcp.attention.kernels import Kernel
 from dtcp.attention.kernels.math import MathKernel
 from dtcp.attention.scores import Modifiers, TileScores
 from dtcp.documents import Integers
 from dtcp.layout import SequenceLayout, row_groups, slot_positions
 from dtcp.mask import Mask
+from dtcp.needed import NeededKeys, compacted, slots_of
 from dtcp.tiles import Tile
 
 NO_MODIFIERS = Modifiers()
@@ -27,7 +29,11 @@ NO_MODIFIERS = Modifiers()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one attention call is about, besides its tensors."""
+    """What one attention call is about, besides its tensors.
+
+    Attributes:
+        merged: Ranks of the group for each rank of the layouts, whose tokens an all-to-all has brought together.
+    """
 
     group: dist.ProcessGroup
     layout: SequenceLayout
@@ -37,42 +43,48 @@ class Call:
     kernel: Kernel
     dropout: CallDropout | None = None
     modifiers: Modifiers = NO_MODIFIERS
+    merged: int = 1
 
     @property
     def rank(self) -> int:
-        return self.group.rank()
+        """Of the layouts."""
+        return self.group.rank() // self.merged
+
+    def peer(self, rank: int) -> int:
+        """The rank of the group that has the same heads of ``rank``'s tokens as this one has of its own."""
+        return rank * self.merged + self.group.rank() % self.merged
 
     @property
     def may_see_nothing(self) -> bool:
         """Whether a token may see no key at all."""
         return self.mask != Mask(is_causal=self.mask.is_causal) or not self.modifiers.are_none
 
-    def tiles(self, source: int) -> tuple[Tile, ...]:
+    def tiles(self, source: int, *, only_needed: bool = False) -> tuple[Tile, ...]:
         """What this rank computes with the keys of ``source``."""
         return self.layout.tiles(
-            self.rank, source, self.mask, kv_layout=self.kv_layout, may_mask=self.kernel.takes_masks
-        )
+            self.rank, source, self.mask, kv_layout=self.kv_layout, may_mask=self.kernel.takes_masks,
+            only_needed=only_needed,
+        )  # fmt: skip
 
-    def key_range(self, source: int) -> tuple[int, int]:
-        """Slots of ``source`` that those tiles read."""
-        return self.layout.key_range(self.rank, source, self.mask, kv_layout=self.kv_layout)
+    def needed(self, q_rank: int, kv_rank: int) -> NeededKeys:
+        """The keys of ``kv_rank`` that some query of ``q_rank`` sees."""
+        return self.layout.needed(q_rank, kv_rank, self.mask, kv_layout=self.kv_layout)
 
 
-def forward_tile(
-    call: Call, source: int, tile: Tile, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a tile's queries over its keys, which are those of ``source``."""
-    step = _TileStep(call, source, tile, range(query.size(1)), query)
+def forward_tile(call: Call, held: HeldKeys, tile: Tile, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of a tile's queries over its keys."""
+    step = _TileStep(call, held, tile, range(query.size(1)), query)
+    key, value = held.of(tile)
     with own_tiles:
         out, lse = step.kernel.forward(
-            step.queries(query), step.keys(key), step.keys(value), is_causal=step.is_causal, scale=call.scale,
+            step.queries(query), step.turned(key), step.turned(value), is_causal=step.is_causal, scale=call.scale,
             scores=step.scores,
         )  # fmt: skip
-    return step.restored(out), step.restored(lse)
+    return step.turned(out), step.turned(lse)
 
 
 def backward_tile(
-    call: Call, source: int, tile: Tile, heads: range, of_queries: tuple[Tensor, ...], key: Tensor, value: Tensor
+    call: Call, held: HeldKeys, tile: Tile, heads: range, of_queries: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a tile's part of (grad_query, grad_key, grad_value).
 
@@ -80,69 +92,70 @@ def backward_tile(
         heads: Query heads of the rank that all tensors are of.
         of_queries: grad_out, query, out and lse.
     """
-    step = _TileStep(call, source, tile, heads, key)
+    step = _TileStep(call, held, tile, heads, of_queries[1])
     grad_out, query, out, lse = (step.queries(x) for x in of_queries)
+    key, value = held.of(tile)
     grads = step.kernel.backward(
-        grad_out, query, step.keys(key), step.keys(value), out, lse, is_causal=step.is_causal, scale=call.scale,
+        grad_out, query, step.turned(key), step.turned(value), out, lse, is_causal=step.is_causal, scale=call.scale,
         scores=step.scores,
     )  # fmt: skip
-    grad_query, grad_key, grad_value = (step.restored(grad) for grad in grads)
+    grad_query, grad_key, grad_value = (step.turned(grad) for grad in grads)
     return grad_query, grad_key, grad_value
 
 
 class _TileStep:
     """How one tile is given to a kernel."""
 
-    def __init__(self, call: Call, source: int, tile: Tile, heads: range, like: Tensor) -> None:
+    def __init__(self, call: Call, held: HeldKeys, tile: Tile, heads: range, like: Tensor) -> None:
         self._tile = tile
-        self._rows = slice(None) if tile.rows is None else slice(*tile.rows)
         rows = range(like.size(0)) if tile.rows is None else range(*tile.rows)
         is_dropped = call.dropout is not None
         is_ragged = tile.kind == "masked" or not call.modifiers.are_none or (is_dropped and tile.kind == "anticausal")
-        self.scores = _tile_scores(call, source, tile, rows, heads, like.device) if is_ragged else None
+        self.scores = _tile_scores(call, held, tile, rows, heads, like.device) if is_ragged else None
         self.is_causal = not is_ragged and tile.kind != "full"
         # Seen from its last query and key, an anticausal tile is a causal one.
         self._is_reversed = not is_ragged and tile.kind == "anticausal"
-        self.kernel = _dropping_kernel(call, source, tile, rows, heads) if is_dropped else call.kernel
+        self.kernel = _dropping_kernel(call, held, tile, rows, heads) if is_dropped else call.kernel
 
     def queries(self, x: Tensor) -> Tensor:
-        part = x[self._rows, :, self._tile.q_start : self._tile.q_stop]
-        return part.flip(2) if self._is_reversed else part
+        return self.turned(x[self._tile.batch_rows, :, self._tile.q_start : self._tile.q_stop])
 
-    def keys(self, x: Tensor) -> Tensor:
-        part = x[self._rows, :, self._tile.kv_start : self._tile.kv_stop]
-        return part.flip(2) if self._is_reversed else part
-
-    def restored(self, x: Tensor) -> Tensor:
+    def turned(self, x: Tensor) -> Tensor:
+        """Queries or keys of the tile, or what is made of them, the way that the kernel wants them and back."""
         return x.flip(2) if self._is_reversed else x
 
 
-def _dropping_kernel(call: Call, source: int, tile: Tile, rows: range, heads: range) -> Kernel:
+def _dropping_kernel(call: Call, held: HeldKeys, tile: Tile, rows: range, heads: range) -> Kernel:
     assert call.dropout is not None
     p, keys, first = call.dropout.p, call.dropout.keys, call.dropout.head_offset
     own = keys[rows.start : rows.stop, tile.q_start : tile.q_stop]
-    positions = _positions(call.kv_layout, source, rows, tile.kv_start, tile.kv_stop)
+    positions = _key_positions(call, held, tile, rows)
     return MathKernel(tile_dropout(p, own, range(first + heads.start, first + heads.stop), positions))
 
 
-def _positions(layout: SequenceLayout, rank: int, rows: range, start: int, stop: int) -> Tensor:
-    """Global positions of some slots, which are the same in all ``rows``."""
-    return torch.from_numpy(slot_positions(layout, rank, rows.start)[start:stop])
+def _key_positions(call: Call, held: HeldKeys, tile: Tile, rows: range) -> Tensor:
+    """Global positions of the tile's keys, which are the same in all ``rows``."""
+    positions = slot_positions(call.kv_layout, held.source, rows.start)
+    if held.only_needed:
+        runs = dict(call.needed(call.rank, held.source).groups)[tile.rows]
+        positions = positions[slots_of(runs)]
+    return torch.from_numpy(positions[tile.kv_start : tile.kv_stop])
 
 
-def _tile_scores(call: Call, source: int, tile: Tile, rows: range, heads: range, device: torch.device) -> TileScores:
+def _tile_scores(call: Call, held: HeldKeys, tile: Tile, rows: range, heads: range, device: torch.device) -> TileScores:
+    queries = slot_positions(call.layout, call.rank, rows.start)[tile.q_start : tile.q_stop]
     return TileScores(
-        *_bounds(call, source, tile, rows.start),
+        *_bounds(call, held, tile, rows.start),
         modifiers=call.modifiers,
         rows=rows,
         heads=heads,
         q_start=tile.q_start,
-        q_positions=_positions(call.layout, call.rank, rows, tile.q_start, tile.q_stop).to(device),
-        kv_positions=_positions(call.kv_layout, source, rows, tile.kv_start, tile.kv_stop).to(device),
+        q_positions=torch.from_numpy(queries).to(device),
+        kv_positions=_key_positions(call, held, tile, rows).to(device),
     )
 
 
-def _bounds(call: Call, source: int, tile: Tile, row: int) -> tuple[Integers, Integers]:
+def _bounds(call: Call, held: HeldKeys, tile: Tile, row: int) -> tuple[Integers, Integers]:
     """The keys of the tile that each of its queries sees."""
     index = np.arange(tile.num_queries)
     match tile.kind:
@@ -153,23 +166,24 @@ def _bounds(call: Call, source: int, tile: Tile, row: int) -> tuple[Integers, In
         case "anticausal":
             return index, np.full_like(index, tile.num_keys)
         case _:
-            lower, upper = call.layout.visible(call.rank, source, call.mask, row, kv_layout=call.kv_layout)
+            bounds = call.layout.visible(call.rank, held.source, call.mask, row, kv_layout=call.kv_layout)
+            if held.only_needed:
+                bounds = compacted(*bounds)
             queries = slice(tile.q_start, tile.q_stop)
-            return (lower[queries] - tile.kv_start).clip(0, tile.num_keys), (upper[queries] - tile.kv_start).clip(
-                0, tile.num_keys
-            )
+            lower, upper = ((x[queries] - tile.kv_start).clip(0, tile.num_keys) for x in bounds)
+            return lower, upper
 
 
-def without_padding(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Return the tensors with 0 for tokens that are padding: whatever they hold, under a mask a NaN would stay one."""
-    given = query, key, value, *(() if grad_out is None else (grad_out,))
+def without_padding(call: Call, side: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with 0 for tokens that are padding: whatever they hold, under a mask a NaN would stay one.
+
+    Args:
+        side: 0 for tensors of queries, 1 for tensors of keys.
+    """
     if not call.mask.leaves_some_unseen:
-        return given
-    unseeing = _at_slots(call, call.layout, 0, query.device)
-    unseen = _at_slots(call, call.kv_layout, 1, key.device)
-    return tuple(x.masked_fill(unseen if x is key or x is value else unseeing, 0) for x in given)
+        return tensors
+    slots = _at_slots(call, (call.layout, call.kv_layout)[side], side, tensors[0].device)
+    return tuple(x.masked_fill(slots, 0) for x in tensors)
 
 
 def _at_slots(call: Call, layout: SequenceLayout, side: int, device: torch.device) -> Tensor:

@@ -23,10 +23,12 @@ from dtcp.attention.agreement import CHANGES, agreement, check_mask_mod_is_as_be
 from dtcp.attention.call import Call, without_padding
 from dtcp.attention.calls import count_call
 from dtcp.attention.dropout import CallDropout, check_call_keys
+from dtcp.attention.heads import cut_heads, whole_of
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.merge import add_sinks, grad_sinks
 from dtcp.attention.scores import NO_MASKS, CallMasks, Modifiers, mask_mod_of
-from dtcp.attention.strategies import choose_strategy
+from dtcp.attention.strategies import CORES
+from dtcp.attention.ulysses import Kept, Ulysses, kept_shapes
 from dtcp.collectives import agree, agree_on_backward, resolve_group
 from dtcp.documents import Documents
 from dtcp.layout import layout_from_state
@@ -46,20 +48,27 @@ def attention_forward(
     group_name: str,
     is_causal: bool,
     scale: float,
-    strategy: str,
+    strategy: tuple[str, int],
     kernel: str,
     dropout: CallDropout | None = None,
     masks: CallMasks = NO_MASKS,
+    *,
+    needs_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries over the whole sequence's keys. Collective."""
+    """Return (out, lse) of this rank's queries over the whole sequence's keys. Collective.
+
+    Args:
+        strategy: What ``resolved_strategy`` gave.
+        needs_lse: Whether lse is looked at; else it may be empty.
+    """
     # Inside the op nothing requires grad. A backward that only some ranks run would wait for the others.
     learned = (query, key, value, masks.sinks, masks.attn_bias, masks.alibi_slopes)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
     p, keys, head_offset, head_axis = dropout or (0.0, None, masks.head_offset, masks.head_axis)
-    out, lse, _ = forward_op(
+    out, lse, *_ = forward_op(
         query, key, value, q_state, kv_state, masks.documents, masks.key_lengths, masks.mask_mod, masks.sinks,
         masks.attn_bias, masks.alibi_slopes, keys, group_name, is_causal, *masks.window_size, masks.softcap, scale,
-        strategy, kernel, p, head_offset, head_axis, needs_grad,
+        *strategy, kernel, p, head_offset, head_axis, needs_lse, needs_grad,
     )  # fmt: skip
     return out, lse
 
@@ -85,13 +94,19 @@ def forward_op(
     softcap: float,
     scale: float,
     strategy: str,
+    ulysses_degree: int,
     kernel: str,
     dropout_p: float,
     head_offset: int,
     head_axis: str,
+    needs_lse: bool,
     needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, number); ``needs_grad`` is compared between the ranks and not used otherwise."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (out, lse, number, *what the backward takes in the place of query, key, value, out and lse).
+
+    The latter five are empty but for ``ulysses_degree`` > 1, and lse is empty where it is not needed then.
+    ``needs_grad`` is compared between the ranks and not used otherwise.
+    """
     masks = CallMasks(
         (window_left, window_right), documents, key_lengths, mask_mod, sinks, attn_bias, alibi_slopes, softcap
     )
@@ -99,15 +114,33 @@ def forward_op(
     call = _call(
         query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis
     )
-    fields, refusal, mask_mod_state = agreement(query, key, value, call, sinks, strategy, needs_grad)
+    how = strategy, ulysses_degree
+    fields, refusal, mask_mod_state = agreement(query, key, value, call, sinks, how, needs_grad)
     number = agree(_NAME, fields, call.group, query.device, error=refusal)
     count_call(q_state)
-    out, lse = choose_strategy(strategy).forward(call, *without_padding(call, *_by_head(query, key, value)))
+    numbers = torch.tensor([number, *mask_mod_state])
+    query_, key_, value_ = _by_head(query, key, value)
+    query_, key_, value_ = *without_padding(call, 0, query_), *without_padding(call, 1, key_, value_)
+    if ulysses_degree > 1:
+        kept = _new_kept(query, key, value, ulysses_degree)
+        whole = Ulysses(call, CORES[strategy], ulysses_degree, query.size(2), key.size(2))
+        by_head = kept._replace(**dict(zip(Kept._fields, _by_head(*kept[:4]), strict=False)))
+        out, given_lse = whole.forward(query_, key_, value_, by_head, sinks, needs_lse=needs_lse)
+        lse = kept[4].new_empty(0) if given_lse is None else given_lse
+        return out.transpose(1, 2).contiguous(), lse.contiguous(), numbers, *kept
+    out, lse = CORES[strategy].forward(call, query_, key_, value_)
     if sinks is not None:
         add_sinks(out, lse, sinks)
         lse[:, :, call.layout.num_valid(call.rank) :] = float("-inf")
-    numbers = torch.tensor([number, *mask_mod_state])
-    return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), numbers
+    kept = Kept._make([*(query.new_empty(0) for _ in range(4)), lse.new_empty(0)])
+    return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), numbers, *kept
+
+
+def _new_kept(query: Tensor, key: Tensor, value: Tensor, degree: int) -> Kept:
+    """Where the backward finds what it needs, (B, S, h, D), and lse (B, h, S); equally large on every rank."""
+    *by_token, of_lse = kept_shapes(query.shape, key.shape, value.shape, degree)
+    lse = query.new_zeros(of_lse, dtype=lse_dtype(query.dtype))
+    return Kept._make([*(query.new_zeros(shape) for shape in by_token), lse])
 
 
 @torch.library.custom_op("dtcp::attention_backward", mutates_args=())
@@ -135,36 +168,49 @@ def backward_op(
     softcap: float,
     scale: float,
     strategy: str,
+    ulysses_degree: int,
     kernel: str,
     dropout_p: float,
     head_offset: int,
     head_axis: str,
+    num_kv_heads: int,
     needs_bias: bool,
     needs_slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value, sinks, attn_bias and alibi_slopes. Collective.
 
     The first three are made, whichever are needed; the others are empty if they are not.
+
+    Args:
+        query, key, value, out, lse: For ``ulysses_degree`` > 1 what the forward gave for their place.
     """
     masks = CallMasks(
         (window_left, window_right), documents, key_lengths, mask_mod, sinks, attn_bias, alibi_slopes, softcap
     )
-    dropout = _dropout(query, dropout_keys, dropout_p, head_offset, head_axis)
+    dropout = _dropout(grad_out, dropout_keys, dropout_p, head_offset, head_axis)
     call = _call(
-        query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis,
-        needs_bias, needs_slopes,
+        grad_out, query, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset,
+        head_axis, needs_bias, needs_slopes,
     )  # fmt: skip
     agree_on_backward(_NAME, number[:1], call.group, query.device)
-    check_mask_mod_is_as_before(number, query, call)
+    check_mask_mod_is_as_before(number, grad_out, call)
     if group_name:
         expect_equal_gradients(call.group)
+    num_heads = grad_out.size(2)
     grad_out, query_, key_, value_, out = _by_head(grad_out, query, key, value, out)
-    query_, key_, value_, grad_out = without_padding(call, query_, key_, value_, grad_out)
+    (grad_out,) = without_padding(call, 0, grad_out)
     # A weight is exp(score − lse): 0 for a query that saw nothing, pads among them.
     lse = lse.masked_fill(lse == float("-inf"), float("inf")) if call.may_see_nothing or sinks is not None else lse
-    grads = choose_strategy(strategy).backward(call, grad_out, query_, key_, value_, out, lse)
+    if ulysses_degree > 1:
+        whole = Ulysses(call, CORES[strategy], ulysses_degree, num_heads, num_kv_heads)
+        grads, given = whole.backward(grad_out, Kept(query_, key_, value_, out, lse), sinks)
+        whole.finish_bias()
+    else:
+        query_, key_, value_ = *without_padding(call, 0, query_), *without_padding(call, 1, key_, value_)
+        grads = CORES[strategy].backward(call, grad_out, query_, key_, value_, out, lse)
+        given = None if sinks is None else grad_sinks(grad_out, out, lse, sinks)
     grad_query, grad_key, grad_value = (g.to(query.dtype).transpose(1, 2).contiguous() for g in grads)
-    of_sinks = query.new_empty(0) if sinks is None else grad_sinks(grad_out, out, lse, sinks)
+    of_sinks = query.new_empty(0) if given is None else given
     summed = call.modifiers.grad_bias, call.modifiers.grad_slopes
     of_bias, of_slopes = (
         query.new_empty(0) if grad is None or x is None else grad.to(x.dtype)
@@ -235,11 +281,18 @@ def _log_math_kernel(p: float) -> None:
 
 
 @forward_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
     batch, seq_len, heads, _ = query.shape
     out = query.new_empty(batch, seq_len, heads, value.size(-1))
-    lse = query.new_empty(batch, heads, seq_len, dtype=lse_dtype(query.dtype))
-    return out, lse, torch.empty(1 + CHANGES, dtype=torch.int64, device="cpu")
+    degree, needs_lse = args[_DEGREE], args[-2]
+    shapes: tuple[tuple[int, ...], ...] = ((0,),) * 5
+    if degree > 1:
+        shapes = kept_shapes(tuple(query.shape), tuple(key.shape), tuple(value.shape), degree)
+    kept = (query.new_empty(shape) for shape in shapes[:4])
+    in_float = lse_dtype(query.dtype)
+    lse = query.new_empty((batch, heads, seq_len) if degree == 1 or needs_lse else (0,), dtype=in_float)
+    number = torch.empty(1 + CHANGES, dtype=torch.int64, device="cpu")
+    return out, lse, number, *kept, query.new_empty(shapes[4], dtype=in_float)
 
 
 @backward_op.register_fake
@@ -251,17 +304,28 @@ def _(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     needed = sinks, attn_bias if constants[-2] else None, alibi_slopes if constants[-1] else None
     of_masks = (query.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), *of_masks
+    degree, num_kv_heads = constants[7], constants[-3]
+    of_keys = key.size(0), key.size(1) // degree, num_kv_heads
+    return (
+        query.new_empty(*grad_out.shape[:3], query.size(3)),
+        key.new_empty(*of_keys, key.size(3)),
+        value.new_empty(*of_keys, value.size(3)),
+        *of_masks,
+    )
 
 
 _NUM_TENSORS = 12  # of the forward
-_NUM_CONSTANTS = 11  # besides needs_grad
+_NUM_CONSTANTS = 12  # besides needs_lse and needs_grad
+_DEGREE = 16  # place of ulysses_degree among what follows query, key and value
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, *more = inputs[:_NUM_TENSORS]
-    ctx.constants = inputs[_NUM_TENSORS:-1]
-    ctx.save_for_backward(query, key, value, *output, *more)
+    ctx.constants = inputs[_NUM_TENSORS:-2]
+    ctx.num_kv_heads, ctx.out_shape = key.size(2), output[0].shape
+    out, lse, number, *kept = output
+    saved = (query, key, value, out, lse) if inputs[3 + _DEGREE] == 1 else kept
+    ctx.save_for_backward(*saved, number, *more)
     # Zeros for an unused output would hide whether a gradient came into lse.
     ctx.set_materialize_grads(False)
 
@@ -270,7 +334,7 @@ _SINKS, _BIAS, _SLOPES = 8, 9, 10  # places among the inputs
 
 
 def _autograd(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_number: None
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *of_others: None
 ) -> tuple[Tensor | None, ...]:
     if grad_lse is not None:
         raise NotImplementedError(
@@ -279,13 +343,14 @@ def _autograd(
         )
     query, key, value, out, lse, number, *more = ctx.saved_tensors
     if grad_out is None:  # a gradient of zero, which other ranks may not have: the exchange takes place all the same
-        grad_out = torch.zeros_like(out)
+        grad_out = out.new_zeros(ctx.out_shape)
     needs = ctx.needs_input_grad
     grads = backward_op(
-        grad_out, query, key, value, out, lse, number, *more, *ctx.constants, needs[_BIAS], needs[_SLOPES]
-    )
+        grad_out, query, key, value, out, lse, number, *more, *ctx.constants, ctx.num_kv_heads, needs[_BIAS],
+        needs[_SLOPES],
+    )  # fmt: skip
     of_masks = [grad if needs[place] else None for grad, place in zip(grads[3:], (_SINKS, _BIAS, _SLOPES), strict=True)]
-    return *grads[:3], *(None,) * 5, *of_masks, *(None,) * (1 + _NUM_CONSTANTS + 1)
+    return *grads[:3], *(None,) * 5, *of_masks, *(None,) * (1 + _NUM_CONSTANTS + 2)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -298,30 +363,32 @@ forward_op.register_autograd(_autograd, setup_context=_save_for_backward)
 backward_op.register_autograd(_no_double_backward)
 
 
-def _pairs(query: Tensor, states: tuple[Any, ...], constants: tuple[Any, ...]) -> float:
-    """Allowed (query, key) pairs of this rank, over the batch; under FakeTensor, without data, whole rectangles.
+def _pairs(query_shape: torch.Size, num_kv_heads: int, args: tuple[Any, ...]) -> float:
+    """Allowed (query, key) pairs of this rank, over batch and query heads; without data, whole rectangles.
 
     Args:
-        states: q_state, kv_state, documents and key_lengths.
-        constants: group_name, is_causal, window_left and window_right.
+        query_shape: (B, S_local, Hq, D).
+        args: What follows lse and number in the backward, query, key and value in the forward.
     """
-    q_state, kv_state, documents, key_lengths = states
-    group_name, is_causal, *window = constants
-    group = resolve_group(group_name)
+    q_state, kv_state, documents, key_lengths = args[:4]
+    group_name, is_causal, *window = args[9:13]
+    degree, group = args[_DEGREE], resolve_group(group_name)
+    batch_size, seq_len, num_heads, _ = query_shape
     if isinstance(q_state, FakeTensor):
-        return query.size(0) * query.size(1) * query.size(1) * group.size()
-    layout, kv_layout = layout_from_state(q_state), layout_from_state(kv_state)
+        return batch_size * num_heads * seq_len * seq_len * group.size()
+    layout, kv_layout = (layout_from_state(state).merge(degree) for state in (q_state, kv_state))
     lengths = None if key_lengths is None else tuple(key_lengths.tolist())
     mask = Mask(is_causal, tuple(window), None if documents is None else Documents.from_state(documents), lengths)
-    tiles = (t for s in range(layout.cp) for t in layout.tiles(group.rank(), s, mask, kv_layout=kv_layout))
-    return sum(t.num_pairs * (query.size(0) if t.rows is None else t.rows[1] - t.rows[0]) for t in tiles)
+    rank = group.rank() // degree
+    tiles = (t for s in range(layout.cp) for t in layout.tiles(rank, s, mask, kv_layout=kv_layout))
+    pairs = sum(t.num_pairs * (batch_size if t.rows is None else t.rows[1] - t.rows[0]) for t in tiles)
+    return pairs * len(whole_of(cut_heads(num_heads, num_kv_heads, degree), group.rank() % degree)[0])
 
 
 @register_flop_formula(torch.ops.dtcp.attention_forward, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     """2 FLOPs × pairs × (D for scores + Dv for out), of this rank; a ``mask_mod`` is not looked into."""
-    pairs = _pairs(query, args[:4], args[9:13])
-    return int(2 * query.size(2) * pairs * (query.size(3) + value.size(3)))
+    return int(2 * _pairs(query.shape, key.size(2), args) * (query.size(3) + value.size(3)))
 
 
 @register_flop_formula(torch.ops.dtcp.attention_backward, get_raw=True)
@@ -330,5 +397,5 @@ def _backward_flops(
     **kwargs: Any,
 ) -> int:  # fmt: skip
     """2 FLOPs × pairs × (3·D + 2·Dv): scores again, their gradient, and those of query, key and value."""
-    pairs = _pairs(query, args[:4], args[9:13])
-    return int(2 * query.size(2) * pairs * (3 * query.size(3) + 2 * value.size(3)))
+    num_kv_heads = args[-3]
+    return int(2 * _pairs(grad_out.shape, num_kv_heads, args) * (3 * query.size(3) + 2 * value.size(3)))

@@ -1,45 +1,56 @@
-"""What each rank computes, sends and receives in each step of the ring. Integers only.
+"""What each rank computes, sends and receives in each step of a ring or an exchange. Integers only.
 
 The keys of rank s visit the ranks one after the other. A hop carries only the rows that its receiver, or a rank
 after it, still reads. With head_tail layouts keys travel to the rank below: the ranks below s need all of them and
 come first, the ranks above s need the first half and come last, so 25 % of the bytes are never sent (a ring in the
 other direction saves half of that, since the half-readers come first). Contiguous layouts are the mirror image:
 only ranks above s read its keys, so keys travel upward and stop at the last rank.
+
+In an exchange the keys that a rank needs of another come straight from their owner, that of one distance in each step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtcp.documents import Documents
 from dtcp.layout import SequenceLayout
 from dtcp.mask import Mask
+from dtcp.needed import NeededKeys, Rows, range_of_keys
 from dtcp.remembered import remembered
 from dtcp.tiles import Tile
 
-Rows = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
-class RingStep:
+class Step:
     """One step of one rank.
 
     Attributes:
         source: Rank whose keys are here in this step.
         tiles: What to compute with them.
-        send: Rows of ``source`` to pass on to the next rank during this step.
-        receive: Rows of the next step's source that arrive during this step.
-        grad_rows: Rows of ``source`` for which this rank computes a key gradient; they return to ``source``.
-        reader: Rank that holds this rank's keys in this step.
-        reader_rows: Rows of this rank for which ``reader`` computes a key gradient.
+        keys: Those of ``source`` for which this rank computes a gradient; it returns to ``source``.
+        reader: Rank that has this rank's keys in this step.
+        reader_keys: Those for which ``reader`` computes a gradient.
     """
 
     source: int
     tiles: tuple[Tile, ...]
+    keys: NeededKeys
+    reader: int
+    reader_keys: NeededKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What moves on during a step of a ring.
+
+    Attributes:
+        send: Slots of the step's source to pass on to the next rank.
+        receive: Slots of the next step's source that arrive.
+    """
+
     send: Rows
     receive: Rows
-    grad_rows: Rows
-    reader: int
-    reader_rows: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +59,37 @@ class RingSchedule:
 
     next_rank: int
     previous_rank: int
-    steps: tuple[RingStep, ...]
+    steps: tuple[Step, ...]
+    hops: tuple[Hop, ...]
 
 
-@remembered(of=lambda layout, kv_layout, mask, *_: mask.documents or layout.placed_by or kv_layout.placed_by)
+def _documents_of(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *_: object) -> Documents | None:
+    return mask.documents or layout.placed_by or kv_layout.placed_by
+
+
+@remembered(of=_documents_of)
+def exchange_steps(
+    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
+) -> tuple[Step, ...]:
+    """Return the steps of ``rank`` in which it has something to do; step 0 is its own keys.
+
+    Tiles number the keys that are needed (``layout.tiles(only_needed=True)``), but those of step 0.
+    """
+    steps = []
+    for distance in range(layout.cp):
+        # Under a causal mask the ranks below need all of a rank's keys and come first, as in the ring.
+        source, reader = (rank + distance) % layout.cp, (rank - distance) % layout.cp
+        keys = layout.needed(rank, source, mask, kv_layout=kv_layout)
+        reader_keys = layout.needed(reader, rank, mask, kv_layout=kv_layout)
+        if distance == 0 or keys.groups or reader_keys.groups:
+            tiles = layout.tiles(
+                rank, source, mask, kv_layout=kv_layout, may_mask=may_mask, only_needed=distance > 0
+            )
+            steps.append(Step(source, tiles, keys, reader, reader_keys))
+    return tuple(steps)
+
+
+@remembered(of=_documents_of)
 def ring_schedule(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
 ) -> RingSchedule:
@@ -72,18 +110,11 @@ def ring_schedule(
         return (min(r[0] for r in later), max(r[1] for r in later)) if later else (0, 0)
 
     previous_rank = (rank - direction) % cp
-    steps = []
+    steps, hops = [], []
     for step in range(cp):
         own, reader = source(rank, step), (rank + direction * step) % cp
-        steps.append(
-            RingStep(
-                source=own,
-                tiles=layout.tiles(rank, own, mask, kv_layout=kv_layout, may_mask=may_mask),
-                send=hop(rank, step),
-                receive=hop(previous_rank, step),
-                grad_rows=reads(rank, step),
-                reader=reader,
-                reader_rows=reads(reader, step),
-            )
-        )
-    return RingSchedule((rank + direction) % cp, previous_rank, tuple(steps))
+        tiles = layout.tiles(rank, own, mask, kv_layout=kv_layout, may_mask=may_mask)
+        keys, reader_keys = range_of_keys(reads(rank, step)), range_of_keys(reads(reader, step))
+        steps.append(Step(own, tiles, keys, reader, reader_keys))
+        hops.append(Hop(hop(rank, step), hop(previous_rank, step)))
+    return RingSchedule((rank + direction) % cp, previous_rank, tuple(steps), tuple(hops))

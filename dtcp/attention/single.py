@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtcp.attention.api import check_kernel, prepare_inputs
+from dtcp.attention.arguments import RING
 from dtcp.attention.dropout import CallDropout, check_call_dropout
 from dtcp.attention.masks import check_mask_shapes
 from dtcp.attention.ops import attention_forward
@@ -52,7 +53,7 @@ def single_rank_attention(
         ALONE.group_name,
         is_causal,
         scale,
-        "ring",
+        RING,
         kernel,
         dropout,
         masks,

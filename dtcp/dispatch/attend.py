@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dtcp.attention.api import check_kernel, prepare_inputs, report_refusal
+from dtcp.attention.arguments import ResolvedStrategy
 from dtcp.attention.dropout import CallDropout, check_call_dropout
 from dtcp.attention.masks import check_mask_shapes
 from dtcp.attention.ops import attention_forward
@@ -32,7 +33,7 @@ class Settings(Protocol):
     @property
     def group_name(self) -> str: ...
     @property
-    def strategy(self) -> str: ...
+    def strategy(self) -> ResolvedStrategy: ...
     @property
     def kernel(self) -> str: ...
     @property
@@ -71,8 +72,14 @@ def attend_with(
     scale: float | None,
     enable_gqa: bool,
     undone_p: float = 0.0,
+    *,
+    needs_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) with given dropout; ``undone_p`` is a probability that there are no keys for: refused."""
+    """Return (out, lse) with given dropout; ``undone_p`` is a probability that there are no keys for: refused.
+
+    Args:
+        needs_lse: Else lse may be empty.
+    """
     try:
         check_options(query, key, undone_p, is_causal)
         unbatched = query.ndim == 3
@@ -95,10 +102,10 @@ def attend_with(
         raise
     out, lse = attention_forward(
         query, key, value, frame.state, frame.state, frame.group_name, is_causal, scale, frame.strategy, kernel,
-        dropout, masks,
+        dropout, masks, needs_lse=needs_lse,
     )  # fmt: skip
     out = out.transpose(1, 2)
-    return (out.squeeze(0), lse.squeeze(0)) if unbatched else (out, lse)
+    return (out.squeeze(0), lse.squeeze(0) if needs_lse else lse) if unbatched else (out, lse)
 
 
 def check_options(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_global_tensor_info
 
 from dtcp.attention.api import prepare_inputs
+from dtcp.attention.arguments import RING, ResolvedStrategy
 from dtcp.attention.dropout import CallDropout
 from dtcp.attention.ops import attention_forward
 from dtcp.attention.scores import CallMasks
@@ -104,7 +105,7 @@ def attend_in_context(
 
 class _Settings(NamedTuple):
     group_name: str
-    strategy: str
+    strategy: ResolvedStrategy
     kernel: str
     attn_mask_queries: str
     state: Tensor
@@ -113,7 +114,7 @@ class _Settings(NamedTuple):
 
 @torch.compiler.allow_in_graph  # Dynamo cannot compare placements; what it has to guard is read from the frame above
 def attend_over_group(
-    names: tuple[str, str, str, str],
+    names: tuple[str, ResolvedStrategy, str, str],
     state: Tensor,
     masks: tuple[Any, ...],
     dropout: tuple[float, Tensor, int, str] | None,
@@ -174,7 +175,7 @@ def _attend_plain(
         parts.append(F.pad(local, (0, 0, 0, slots - local.size(_SEQUENCE))) if seq_len % cp else local)
     q_state, kv_state = (contiguous_state(int(x.size(_SEQUENCE)), cp, is_traced=is_compiled) for x in (query, key))
     q, k, v, scale = prepare_inputs(*parts, scale=scale, enable_gqa=enable_gqa, qkv_format="bhsd")
-    out, _ = attention_forward(q, k, v, q_state, kv_state, group_name, is_causal, scale, "ring", "auto")
+    out, _ = attention_forward(q, k, v, q_state, kv_state, group_name, is_causal, scale, RING, "auto")
     out, seq_len = out.transpose(1, 2), int(query.size(_SEQUENCE))
     if seq_len % cp == 0:
         return _from_part(out, inputs)

@@ -62,7 +62,8 @@ def _attend(
         head_offset=frame.head_offset,
     )  # fmt: skip
     settings = dataclasses.replace(frame, masks=together(own, frame.masks))
-    out, lse = attend_with(settings, None, query, key, value, None, False, scale, enable_gqa)
+    needs_lse = return_lse or (return_aux is not None and return_aux.lse)
+    out, lse = attend_with(settings, None, query, key, value, None, False, scale, enable_gqa, needs_lse=needs_lse)
     if return_aux is not None:
         module: Any = sys.modules[_MODULE]
         return out, module.AuxOutput(lse=lse.detach() if return_aux.lse else None, max_scores=None)

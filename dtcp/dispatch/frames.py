@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dtcp.attention.arguments import ResolvedStrategy
 from dtcp.attention.calls import CallCounter
 from dtcp.attention.dropout import CallDropout
 from dtcp.attention.scores import NO_MASKS, CallMasks
@@ -34,7 +35,7 @@ class Frame:
 
     group_name: str
     layout: SequenceLayout
-    strategy: str
+    strategy: ResolvedStrategy
     kernel: str
     counter: CallCounter
     state: Tensor

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_global_tensor_info
 
-from dtcp.attention.arguments import check_strategy
+from dtcp.attention.arguments import ResolvedStrategy, check_strategy, resolved_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.layout import SequenceLayout, layout_from_state
 
@@ -41,7 +41,7 @@ class Tag:
 
     dim: int
     group_name: str
-    strategy: str
+    strategy: ResolvedStrategy
     kernel: str
 
 
@@ -134,6 +134,7 @@ def as_dtensor(
     dim: int = 2,
     placements: Sequence[Placement] | None = None,
     strategy: str = "ring",
+    ulysses_degree: int | None = None,
     kernel: str = "auto",
 ) -> LayoutTensor:
     """Return ``local``, this rank's slots in the order of ``layout``, as a distributed tensor that attention takes.
@@ -150,7 +151,7 @@ def as_dtensor(
         dim: Sequence dim; 2 for (B, H, S, D).
         placements: One for each axis of ``mesh``: ``Shard(dim)`` on the cp axis, on the others ``Shard`` of the heads
             or rows, or ``Replicate()``.
-        strategy, kernel: As in ``context_parallel_attention``.
+        strategy, ulysses_degree, kernel: As in ``context_parallel_attention``.
 
     Returns:
         Tensor of the global shape, whose sequence dim has ``layout.padded_seq_len``. ``to_local()`` gives the slots
@@ -160,7 +161,7 @@ def as_dtensor(
     Raises:
         ValueError: If mesh, placements, layout and ``local`` do not fit together.
     """
-    check_strategy(strategy, None)
+    check_strategy(strategy, ulysses_degree)
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
     if not -local.ndim <= dim < local.ndim:
@@ -183,7 +184,8 @@ def as_dtensor(
     if not torch.compiler.is_compiling():  # in a compiled graph lengths are compared by the attention op
         _check_slots(local, dim, layout, mesh.size(axes[0]))
     group_name = mesh.get_group(axes[0]).group_name
-    return _tagged(local, layout.state, mesh, placements, dim, group_name, strategy, kernel)
+    how = resolved_strategy(strategy, ulysses_degree, mesh.size(axes[0]))
+    return _tagged(local, layout.state, mesh, placements, dim, group_name, how, kernel)
 
 
 def _check_slots(local: Tensor, dim: int, layout: SequenceLayout, cp: int) -> None:
@@ -199,7 +201,7 @@ def _check_slots(local: Tensor, dim: int, layout: SequenceLayout, cp: int) -> No
 @torch.compiler.allow_in_graph  # Dynamo cannot construct tensor subclasses that it does not know
 def _tagged(
     local: Tensor, state: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, group_name: str,
-    strategy: str, kernel: str,
+    strategy: ResolvedStrategy, kernel: str,
 ) -> LayoutTensor:  # fmt: skip
     tag = Tag(dim, group_name, strategy, kernel)
     return _ToTagged.apply(local, state, mesh, placements, tag)

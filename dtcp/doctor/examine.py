@@ -283,8 +283,10 @@ def _errors_of_attention(subject: Subject) -> tuple[float, dict[str, float]] | N
         return None
     mesh, layout, attention = subject.dims.view("cp"), subject.layout, subject.config.attention
     generator = torch.Generator().manual_seed(subject.config.debug.seed)
+    num_heads = 2 * max(2, -(-layout.cp // 2))  # at least as many as ranks, which ulysses cuts them among
     whole = [
-        torch.randn(2, heads, layout.seq_len, 32, generator=generator).to(subject.device) for heads in (4, 2, 2, 4)
+        torch.randn(2, heads, layout.seq_len, 32, generator=generator).to(subject.device)
+        for heads in (num_heads, 2, 2, num_heads)
     ]
     exact = [x.double().requires_grad_() for x in whole[:3]]
     right = dtcp.reference_attention(*exact, is_causal=True, enable_gqa=True)
@@ -298,6 +300,7 @@ def _errors_of_attention(subject: Subject) -> tuple[float, dict[str, float]] | N
             is_causal=True,
             enable_gqa=True,
             strategy=attention.strategy,
+            ulysses_degree=attention.ulysses_degree,
             kernel=attention.kernel,
         )
     except (ValueError, NotImplementedError):  # a kernel that takes no float32

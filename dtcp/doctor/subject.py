@@ -192,6 +192,7 @@ class Subject(Trainer):
             multiple_of=layout.multiple_of,
             documents=microbatch.documents,
             strategy=attention.strategy,
+            ulysses_degree=attention.ulysses_degree,
             kernel=attention.kernel,
         ):
             return super().loss(microbatch, num_valid_tokens)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 import dtcp.attention.sharding  # DTensor is loaded here: teach it the attention ops
 import dtcp.dispatch.entry  # noqa: F401  # what it remembers at a checkpoint, also at those before the first context
 from dtcp.attention.api import check_kernel, is_plain, prepare_inputs, report_refusal
-from dtcp.attention.arguments import check_format, check_strategy
+from dtcp.attention.arguments import ResolvedStrategy, check_format, check_strategy, resolved_strategy
 from dtcp.attention.dropout import CallDropout, check_probability
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.masks import check_mask_shapes, checked_masks
@@ -43,7 +43,7 @@ class _Plan:
     group_name: str
     cp: int
     is_causal: bool | None  # None: as the module's attribute says when it is called
-    strategy: str
+    strategy: ResolvedStrategy
     kernel: str
     window_size: tuple[int, int] | None  # None: as the module's attribute says, no window if it has none
     softcap: float | None
@@ -62,7 +62,7 @@ class ContextParallel(ParallelStyle):
     ``dropout_keys`` and drops the same weights on any mesh.
 
     Args:
-        strategy, kernel, qkv_format: As in ``context_parallel_attention``.
+        strategy, ulysses_degree, kernel, qkv_format: As in ``context_parallel_attention``.
         is_causal: Whether the module masks the future; None reads the module's attribute ``is_causal`` at each call.
         scale: Of the scores; None is 1/√D.
         window_size: Of the module's attention; None reads its attribute ``window_size`` at each call, and is no window
@@ -78,6 +78,7 @@ class ContextParallel(ParallelStyle):
         self,
         *,
         strategy: str = "ring",
+        ulysses_degree: int | None = None,
         kernel: str = "auto",
         is_causal: bool | None = None,
         scale: float | None = None,
@@ -92,11 +93,12 @@ class ContextParallel(ParallelStyle):
         )
         self.window_size, self.softcap, self.mask_mod = window_size, softcap, mask_mod
         self._mask_mod_handle = masks.mask_mod
-        check_strategy(strategy, None)
+        check_strategy(strategy, ulysses_degree)
         check_format(qkv_format)
         if kernel not in KERNEL_NAMES:
             raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
-        self.strategy, self.kernel, self.is_causal = strategy, kernel, is_causal
+        self.strategy, self.ulysses_degree = strategy, ulysses_degree
+        self.kernel, self.is_causal = kernel, is_causal
         self.scale, self.qkv_format = scale, qkv_format
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -124,8 +126,9 @@ class ContextParallel(ParallelStyle):
             mask_mod=self.mask_mod,
         )  # fmt: skip
         group_name = device_mesh.get_group().group_name
+        how = resolved_strategy(self.strategy, self.ulysses_degree, device_mesh.size())
         module._dtcp_plan = _Plan(  # type: ignore[assignment]
-            group_name, device_mesh.size(), self.is_causal, self.strategy, self.kernel, self.window_size, self.softcap,
+            group_name, device_mesh.size(), self.is_causal, how, self.kernel, self.window_size, self.softcap,
             self._mask_mod_handle,
         )  # fmt: skip
         module._dtcp_scale, module._dtcp_format = self.scale, self.qkv_format  # type: ignore[assignment]

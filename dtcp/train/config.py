@@ -64,6 +64,7 @@ class AttentionConfig:
     """How attention runs when cp > 1; names as in ``make_layout`` and ``ContextParallel``, which check them."""
 
     strategy: str = MISSING
+    ulysses_degree: int | None = MISSING
     layout: str = MISSING
     kernel: str = MISSING
 

@@ -46,6 +46,7 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
         dims,
         sequence_parallel=config.tensor_parallel.sequence_parallel,
         strategy=config.attention.strategy,
+        ulysses_degree=config.attention.ulysses_degree,
         kernel=config.attention.kernel,
         activation_checkpointing=checkpointing.mode.value,
         checkpoint_every=checkpointing.every,

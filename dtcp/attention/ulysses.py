@@ -1,0 +1,262 @@
+"""Heads for tokens: a few heads of many ranks' tokens on each rank, and a strategy over what is still cut.
+
+DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509) where the heads are cut over all ranks of the cp axis, which leaves
+one attention in natural order; USP (Fang and Zhao, arXiv 2405.07719) where they are cut over adjacent ranks, with a
+ring over the rest. Both over any layout: what a rank gets lies in increasing order of position.
+
+Shapes: query (B, Hq, S_local, D), key (B, Hkv, S_local, D), value (B, Hkv, S_local, Dv); after the exchange h heads and
+S_merged slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtcp.attention.call import Call
+from dtcp.attention.head_exchange import HeadExchange, Moved, Pending
+from dtcp.attention.heads import HeadPart, are_keys_shared, cut_heads, whole_of
+from dtcp.attention.kernels import lse_dtype
+from dtcp.attention.merge import add_sinks, grad_sinks
+from dtcp.attention.strategies import Strategy
+from dtcp.layout import SequenceLayout
+
+
+class Kept(NamedTuple):
+    """What the backward needs of a rank's heads: (B, h, S_merged, …), and lse (B, h, S_merged)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def kept_shapes(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], degree: int
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes of ``Kept`` as (B, S, h, D), lse (B, h, S), of inputs (B, S, H, D): those of the rank with most heads."""
+    parts = cut_heads(int(query[2]), int(key[2]), degree)  # numbers of heads are never symbolic
+    spans = [whole_of(parts, member) for member in range(degree)]
+    heads, kv_heads = (max(len(span[i]) for span in spans) for i in (0, 1))
+    of_queries, of_keys = (query[0], query[1] * degree), (key[0], key[1] * degree)
+    return (
+        (*of_queries, heads, query[3]),
+        (*of_keys, kv_heads, key[3]),
+        (*of_keys, kv_heads, value[3]),
+        (*of_queries, heads, value[3]),
+        (query[0], heads, of_queries[1]),
+    )
+
+
+class Ulysses:
+    """One call whose heads are cut over ``degree`` adjacent ranks, and whose ``core`` runs over the rest.
+
+    Args:
+        call: Over the layouts of all ranks.
+        num_heads, num_kv_heads: Of the call.
+    """
+
+    def __init__(self, call: Call, core: Strategy, degree: int, num_heads: int, num_kv_heads: int) -> None:
+        self._call, self._core = call, core
+        self._exchange = HeadExchange(call, degree)
+        self._parts = cut_heads(num_heads, num_kv_heads, degree)
+        self._own = [part[self._exchange.member] for part in self._parts]
+        self._heads, self._kv_heads = whole_of(self._parts, self._exchange.member)
+        self._degree, self._num_heads, self._num_kv_heads = degree, num_heads, num_kv_heads
+        self._merged = self._merged_call()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kept: Kept, sinks: Tensor | None, *, needs_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Fill ``kept``; return (out, lse) of this rank's tokens, lse if it is needed."""
+        out = query.new_zeros(*query.shape[:3], value.size(-1))
+        lse = query.new_zeros(*query.shape[:3], 1, dtype=kept.lse.dtype) if needs_lse else None
+        arriving = [self._start_inputs(index, query, key, value, kept) for index in range(len(self._parts))]
+        leaving = []
+        for index, part in enumerate(self._own):
+            self._exchange.finish_to_heads(arriving[index])
+            heads, keys = self._places(part)
+            part_out, part_lse = self._core.forward(
+                self._of(part), kept.query[:, heads], *self._repeated(part, kept.key[:, keys], kept.value[:, keys])
+            )
+            if sinks is not None:
+                add_sinks(part_out, part_lse, sinks[part.queries.start : part.queries.stop])
+                part_lse[:, :, self._merged.layout.num_valid(self._merged.rank) :] = float("-inf")
+            kept.out[:, heads] = part_out
+            kept.lse[:, heads] = part_lse
+            cut = tuple(p.queries for p in self._parts[index])
+            moved = [Moved(kept.out[:, heads], out, cut, self._call.layout)]
+            if lse is not None:
+                moved.append(Moved(part_lse.unsqueeze(-1), lse, cut, self._call.layout))
+            leaving.append(self._exchange.start_to_tokens(moved))
+        for pending in leaving:
+            self._exchange.finish_to_tokens(pending)
+        return out, None if lse is None else lse.squeeze(-1)
+
+    def backward(
+        self, grad_out: Tensor, kept: Kept, sinks: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Return the gradients of query, key and value (of this rank's tokens), and this rank's share of the sinks'.
+
+        Args:
+            kept: With lse +inf for a query that saw nothing.
+        """
+        layouts = self._call.layout, self._call.kv_layout
+        shared = are_keys_shared(self._parts)
+        # Shares of a gradient are summed in the dtype of the accumulation.
+        summed_in = lse_dtype(grad_out.dtype) if shared else grad_out.dtype
+        grads = self._new_gradients(grad_out, kept, summed_in)
+        of_sinks = None if sinks is None else torch.zeros_like(sinks)
+        whole = kept.out.new_empty(kept.out.shape)
+        arriving = []
+        for index, part in enumerate(self._own):
+            heads, _ = self._places(part)
+            cut = tuple(p.queries for p in self._parts[index])
+            moved = Moved(grad_out, whole[:, heads], cut, layouts[0])
+            arriving.append(self._exchange.start_to_heads([moved]))
+        leaving = []
+        for index, part in enumerate(self._own):
+            self._exchange.finish_to_heads(arriving[index])
+            heads, keys = self._places(part)
+            own = whole[:, heads], kept.out[:, heads], kept.lse[:, heads]
+            if sinks is not None and of_sinks is not None:
+                cut_sinks = slice(part.queries.start, part.queries.stop)
+                of_sinks[cut_sinks] = grad_sinks(*own, sinks[cut_sinks])
+            key, value = self._repeated(part, kept.key[:, keys], kept.value[:, keys])
+            grad_query, grad_key, grad_value = self._core.backward(
+                self._of(part), own[0], kept.query[:, heads], key, value, *own[1:]
+            )
+            grad_key, grad_value = self._summed(part, grad_key, grad_value)
+            leaving.append(self._start_gradients(index, (grad_query, grad_key, grad_value), grads))
+        for pending in leaving:
+            self._exchange.finish_to_tokens(pending)
+        return grads, of_sinks
+
+    def _start_inputs(self, index: int, query: Tensor, key: Tensor, value: Tensor, kept: Kept) -> Pending:
+        heads, keys = self._places(self._own[index])
+        of_queries = tuple(part.queries for part in self._parts[index])
+        of_keys = tuple(part.keys for part in self._parts[index])
+        layout, kv_layout = self._call.layout, self._call.kv_layout
+        return self._exchange.start_to_heads([
+            Moved(query, kept.query[:, heads], of_queries, layout),
+            Moved(key, kept.key[:, keys], of_keys, kv_layout),
+            Moved(value, kept.value[:, keys], of_keys, kv_layout),
+        ])  # fmt: skip
+
+    def _start_gradients(
+        self, index: int, grads: tuple[Tensor, ...], targets: tuple[Tensor, Tensor, Tensor]
+    ) -> Pending:
+        of_queries = tuple(part.queries for part in self._parts[index])
+        of_keys = tuple(part.keys for part in self._parts[index])
+        layout, kv_layout = self._call.layout, self._call.kv_layout
+        cut = (of_queries, layout), (of_keys, kv_layout), (of_keys, kv_layout)
+        return self._exchange.start_to_tokens(
+            [Moved(grad.to(x.dtype), x, *how) for grad, x, how in zip(grads, targets, cut, strict=True)]
+        )
+
+    def _new_gradients(self, grad_out: Tensor, kept: Kept, summed_in: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        batch, length = grad_out.size(0), self._call.kv_layout.local_seq_len
+        return (
+            grad_out.new_zeros(*grad_out.shape[:3], kept.query.size(-1)),
+            grad_out.new_zeros(batch, self._num_kv_heads, length, kept.key.size(-1), dtype=summed_in),
+            grad_out.new_zeros(batch, self._num_kv_heads, length, kept.value.size(-1), dtype=summed_in),
+        )
+
+    def _places(self, part: HeadPart) -> tuple[slice, slice]:
+        """Of its query heads and of its key heads among those of this rank."""
+        heads, keys = self._heads.start, self._kv_heads.start
+        return (
+            slice(part.queries.start - heads, part.queries.stop - heads),
+            slice(part.keys.start - keys, part.keys.stop - keys),
+        )
+
+    @staticmethod
+    def _repeated(part: HeadPart, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if part.repeated is None:
+            return tensors
+        return tuple(x[:, list(part.repeated)] for x in tensors)
+
+    @staticmethod
+    def _summed(part: HeadPart, *grads: Tensor) -> tuple[Tensor, ...]:
+        if part.repeated is None:
+            return grads
+        index = torch.tensor(part.repeated, device=grads[0].device)
+        return tuple(
+            grad.new_zeros(grad.size(0), len(part.keys), *grad.shape[2:]).index_add_(1, index, grad) for grad in grads
+        )
+
+    # ---- what the call says of heads and of this rank's queries ------------------------------------------------------
+
+    def _merged_call(self) -> Call:
+        """The call over the merged ranks' tokens, with what it says of queries in their order."""
+        call, degree = self._call, self._degree
+        modifiers, dropout = call.modifiers, call.dropout
+        everyone = (range(1),) * degree
+        if dropout is not None:
+            keys = self._to_heads(dropout.keys[:, None, :, None], everyone, call.layout)
+            dropout = dropout._replace(keys=keys[:, 0, :, 0].contiguous())
+        if modifiers.attn_bias is not None:
+            bias, grad = self._whole_bias(modifiers.attn_bias), modifiers.grad_bias
+            modifiers = dataclasses.replace(
+                modifiers, attn_bias=bias, grad_bias=None if grad is None else torch.zeros_like(bias, dtype=grad.dtype)
+            )
+        return dataclasses.replace(
+            call, layout=call.layout.merge(degree), kv_layout=call.kv_layout.merge(degree), merged=degree,
+            modifiers=modifiers, dropout=dropout,
+        )  # fmt: skip
+
+    def _to_heads(self, x: Tensor, heads: tuple[range, ...], layout: SequenceLayout) -> Tensor:
+        own = len(heads[self._exchange.member])
+        target = x.new_empty(x.size(0), own, layout.local_seq_len * self._degree, x.size(3))
+        self._exchange.finish_to_heads(self._exchange.start_to_heads([Moved(x, target, heads, layout)]))
+        return target
+
+    def _bias_heads(self, bias: Tensor) -> tuple[range, ...]:
+        if bias.size(1) == 1:
+            return (range(1),) * self._degree
+        return tuple(whole_of(self._parts, member)[0] for member in range(self._degree))
+
+    def _whole_bias(self, bias: Tensor) -> Tensor:
+        """(B or 1, h or 1, S_merged, S)."""
+        rows = self._call.layout.num_rows
+        if rows > 1 and bias.size(0) == 1:  # a slot is another token in another row
+            bias = bias.expand(rows, -1, -1, -1)
+        return self._to_heads(bias, self._bias_heads(bias), self._call.layout)
+
+    def _of(self, part: HeadPart) -> Call:
+        """The merged call for some heads."""
+        call, modifiers, dropout = self._merged, self._merged.modifiers, self._merged.dropout
+        heads, _ = self._places(part)
+        every = slice(part.queries.start, part.queries.stop)
+        if dropout is not None:
+            dropout = dropout._replace(head_offset=dropout.head_offset + part.queries.start)
+        modifiers = dataclasses.replace(
+            modifiers,
+            head_offset=modifiers.head_offset + part.queries.start,
+            attn_bias=_of_heads(modifiers.attn_bias, 1, heads),
+            grad_bias=_of_heads(modifiers.grad_bias, 1, heads),
+            alibi_slopes=_of_heads(modifiers.alibi_slopes, -1, every),
+            grad_slopes=_of_heads(modifiers.grad_slopes, -1, every),
+        )
+        return dataclasses.replace(call, modifiers=modifiers, dropout=dropout)
+
+    def finish_bias(self) -> None:
+        """Bring the gradient of the bias back to the ranks of its queries."""
+        own, whole = self._call.modifiers.grad_bias, self._merged.modifiers.grad_bias
+        if own is None or whole is None:
+            return
+        target = own.new_zeros(whole.size(0), *own.shape[1:])
+        moved = Moved(whole, target, self._bias_heads(own), self._call.layout)
+        self._exchange.finish_to_tokens(self._exchange.start_to_tokens([moved]))
+        own += target if target.size(0) == own.size(0) else target.sum(0, keepdim=True)
+
+
+def _of_heads(x: Tensor | None, dim: int, heads: slice) -> Tensor | None:
+    """Some heads of ``x``, all of one that is broadcast."""
+    if x is None or (dim == 1 and x.size(1) == 1):
+        return x
+    return x[:, heads] if dim == 1 else x[..., heads]
