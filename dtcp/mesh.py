@@ -93,6 +93,30 @@ class ParallelDims:
         """
         return self._built("mesh")
 
+    def cp_ranks_per_node(self, ranks_per_node: int | None) -> int | None:
+        """Return how many adjacent ranks of the cp axis share a node of ``ranks_per_node`` ranks; None for None.
+
+        What the strategies of attention take. Neighbours on the cp axis are tp ranks apart.
+
+        Raises:
+            ValueError: If nodes do not hold a whole number of them, the same of every cp group.
+        """
+        if ranks_per_node is None:
+            return None
+        if _check_integer("ranks_per_node", ranks_per_node) < 1:
+            raise ValueError(f"ranks_per_node must be >= 1, got {ranks_per_node}; use None where all links are alike")
+        assert self.world_size is not None
+        if ranks_per_node >= self.world_size:
+            return self.cp
+        per_node, rest = divmod(ranks_per_node, self.tp)
+        if rest or (per_node % self.cp and self.cp % per_node):
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} with tp={self.tp} and cp={self.cp}: a node has to hold whole tp "
+                "groups, and whole cp groups or an equal part of each (ranks_per_node / tp a divisor or a multiple of "
+                "cp); change tp or cp, or use ranks_per_node=None"
+            )
+        return min(per_node, self.cp)
+
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """Create the mesh and all its views. Collective: every rank of the world calls it, once.
 

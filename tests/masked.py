@@ -40,6 +40,7 @@ class MaskedCase:
     slopes: str = ""
     softcap: float | None = None
     kernel: str = "auto"
+    ranks_per_node: int | None = None
     needs_mask_gradients: bool = True
 
     def documents(self) -> dtcp.Documents | None:
@@ -140,7 +141,7 @@ def solve_masked(
         learned["attn_bias"] = dtcp.shard(learned["attn_bias"].expand(num_rows, -1, -1, -1), mesh, layout, dim=2)
     learned = {name: x.requires_grad_(case.needs_mask_gradients) for name, x in learned.items()}
     how = options_of(case.strategy, layout.cp)
-    options = problem.masks() | {"mesh": mesh, "layout": layout, "kernel": case.kernel} | how
+    options = problem.masks() | {"mesh": mesh, "layout": layout, "kernel": case.kernel, "ranks_per_node": case.ranks_per_node} | how
     out, lse = dtcp.context_parallel_attention(*inputs, **learned, **(options | overrides))
     needed = [*inputs, *(x for x in learned.values() if x.requires_grad)]
     grads = torch.autograd.grad(out, needed, local(problem.grad_out))

@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from dtcp.attention.arguments import check_heads_of_ranks, length_error
+from dtcp.attention.arguments import ResolvedStrategy, check_heads_of_ranks, length_error
 from dtcp.attention.call import Call
 from dtcp.attention.masks import check_bias
 from dtcp.attention.scores import checksum_of_mask_mod, versions_of_captures
@@ -17,15 +17,16 @@ from dtcp.layout import LAYOUT_NAMES, SequenceLayout
 
 
 def agreement(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, how: tuple[str, int], needs_grad: bool
+    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, how: ResolvedStrategy, needs_grad: bool
 ) -> tuple[dict[str, int], ValueError | None, list[int]]:
     """Return by name what the ranks compare, why this rank refuses the call, and the state of its ``mask_mod``.
 
     Args:
         query, key, value: (B, S, H, D).
-        how: Core of the strategy, and the ranks among which heads are cut.
+        how: What the strategy is.
     """
-    fields, refusal = _fields(query, key, value, call, sinks, how, needs_grad), _refusal(query, key, call, how[1])
+    fields = _fields(query, key, value, call, sinks, how, needs_grad)
+    refusal = _refusal(query, key, call, how.ulysses_degree)
     state = [0] * CHANGES
     if refusal is None:
         try:
@@ -63,7 +64,7 @@ def check_mask_mod_is_as_before(number: Tensor, query: Tensor, call: Call) -> No
 
 
 def _fields(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, how: tuple[str, int], needs_grad: bool
+    query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, how: ResolvedStrategy, needs_grad: bool
 ) -> dict[str, int]:
     cores = tuple(CORES)
     mask, modifiers = call.mask, call.modifiers
@@ -90,8 +91,10 @@ def _fields(
         "softcap (its float64 bits)": _bits(modifiers.softcap),
         "scale (its float64 bits)": _bits(call.scale),
         "dropout_p (its float64 bits)": _bits(0.0 if call.dropout is None else call.dropout.p),
-        f"strategy ({_choices(cores)}; and {len(cores)} x ranks among which heads are cut)": cores.index(how[0])
-        + len(cores) * how[1],
+        # One number, since only so many are compared.
+        f"strategy ({_choices(cores)}) + 10 x ranks among which heads are cut + 10^6 x ranks per node": (
+            cores.index(how.core) + 10 * how.ulysses_degree + 10**6 * how.ranks_per_node
+        ),
         "requires_grad": int(needs_grad),
     }
 

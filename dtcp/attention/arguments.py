@@ -23,6 +23,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Of each strategy: what runs over the ranks that no all-to-all of heads brings together.
 _CORES = {"ring": "ring", "all_gather": "all_gather", "exchange": "exchange", "ulysses": "ring", "hybrid": "ring"}
 STRATEGY_NAMES = tuple(_CORES)
+_WITHOUT_LEVELS = ("exchange", "ulysses")  # they pass nothing on
 _PLANNED_STRATEGIES = ("auto",)
 
 
@@ -94,20 +95,28 @@ class ResolvedStrategy(NamedTuple):
     Attributes:
         core: ``ring``, ``exchange`` or ``all_gather``.
         ulysses_degree: Adjacent ranks among which heads are cut first; 1 for none.
+        ranks_per_node: Adjacent ranks of the cp axis that share a node, where the core passes inside nodes and between
+            them separately: a multiple of ``ulysses_degree``, less than cp. 1 for a core of one level.
     """
 
     core: str
     ulysses_degree: int
+    ranks_per_node: int = 1
 
 
 RING = ResolvedStrategy("ring", 1)
 
 
 def resolved_strategy(
-    strategy: str, ulysses_degree: int | None, cp: int, num_heads: int | None = None
+    strategy: str,
+    ulysses_degree: int | None,
+    cp: int,
+    num_heads: int | None = None,
+    *,
+    ranks_per_node: int | None = None,
 ) -> ResolvedStrategy:
     """Return what ``strategy`` means for ``cp`` ranks, or raise ValueError if they or the heads do not allow it."""
-    check_strategy(strategy, ulysses_degree)
+    check_strategy(strategy, ulysses_degree, ranks_per_node)
     degree = cp if strategy == "ulysses" else ulysses_degree or 1
     if cp % degree:
         raise ValueError(
@@ -116,7 +125,25 @@ def resolved_strategy(
         )
     if num_heads is not None:
         check_heads_of_ranks(num_heads, cp, degree)
-    return ResolvedStrategy(_CORES[strategy], degree)
+    return ResolvedStrategy(_CORES[strategy], degree, _levels(ranks_per_node or 1, degree, cp))
+
+
+def _levels(ranks_per_node: int, degree: int, cp: int) -> int:
+    """The ranks of a node as the core takes them: 1 where it has one level, since a node has all ranks or one."""
+    if ranks_per_node == 1 or ranks_per_node >= cp:
+        return 1
+    if cp % ranks_per_node:
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} must divide the {cp} ranks of the cp axis, or be at least {cp} (then all "
+            f"of them share a node); use one of {', '.join(str(d) for d in range(1, cp + 1) if cp % d == 0)}"
+        )
+    if ranks_per_node % degree:
+        divisors = ", ".join(str(d) for d in range(1, ranks_per_node + 1) if ranks_per_node % d == 0)
+        raise ValueError(
+            f"ulysses_degree={degree} must divide ranks_per_node={ranks_per_node}, since heads are cut among ranks of "
+            f"one node; use one of {divisors}, or leave ranks_per_node None"
+        )
+    return 1 if ranks_per_node == degree else ranks_per_node
 
 
 def check_heads_of_ranks(num_heads: int, cp: int, degree: int) -> None:
@@ -131,8 +158,8 @@ def check_heads_of_ranks(num_heads: int, cp: int, degree: int) -> None:
     )
 
 
-def check_strategy(strategy: str, ulysses_degree: int | None) -> None:
-    """Raise unless ``strategy`` exists and ``ulysses_degree`` is what it takes."""
+def check_strategy(strategy: str, ulysses_degree: int | None, ranks_per_node: int | None = None) -> None:
+    """Raise unless ``strategy`` exists, and ``ulysses_degree`` and ``ranks_per_node`` are what it takes."""
     if strategy in _PLANNED_STRATEGIES:
         raise NotImplementedError(f"strategy={strategy!r} is not available yet; use one of {', '.join(STRATEGY_NAMES)}")
     if strategy not in STRATEGY_NAMES:
@@ -147,6 +174,18 @@ def check_strategy(strategy: str, ulysses_degree: int | None) -> None:
         raise ValueError(
             f"ulysses_degree={ulysses_degree} has no meaning for strategy={strategy!r}; leave it None, or use "
             "strategy='hybrid'"
+        )
+    if ranks_per_node is None:
+        return
+    if strategy in _WITHOUT_LEVELS:
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} has no meaning for strategy={strategy!r}, whose messages go straight "
+            "from one rank to another; leave it None, or use strategy='ring', 'all_gather' or 'hybrid'"
+        )
+    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+        raise ValueError(
+            f"ranks_per_node must be the number of adjacent ranks of the cp axis that share a node, got "
+            f"{ranks_per_node!r}; use a divisor of cp, or None for one level"
         )
 
 

@@ -83,3 +83,10 @@ def halves_of_heads(key: Tensor) -> tuple[slice, slice]:
     """Key heads to do before and after the exchange that the second half hides; one head stays whole."""
     middle = -(-key.size(1) // 2)
     return slice(0, middle), slice(middle, key.size(1))
+
+
+def thirds_of_heads(key: Tensor) -> tuple[slice, slice, slice]:
+    """The same before, between and after two exchanges; of two heads, the second waits for the last."""
+    first = -(-key.size(1) // 3)
+    second = first + (key.size(1) - first) // 2
+    return slice(0, first), slice(first, second), slice(second, key.size(1))

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from dtcp.attention.agreement import CHANGES, agreement, check_mask_mod_is_as_before
+from dtcp.attention.arguments import ResolvedStrategy
 from dtcp.attention.call import Call, without_padding
 from dtcp.attention.calls import count_call
 from dtcp.attention.dropout import CallDropout, check_call_keys
@@ -27,7 +28,7 @@ from dtcp.attention.heads import cut_heads, whole_of
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.merge import add_sinks, grad_sinks
 from dtcp.attention.scores import NO_MASKS, CallMasks, Modifiers, mask_mod_of
-from dtcp.attention.strategies import CORES
+from dtcp.attention.two_level import core_of
 from dtcp.attention.ulysses import Kept, Ulysses, kept_shapes
 from dtcp.collectives import agree, agree_on_backward, resolve_group
 from dtcp.documents import Documents
@@ -48,7 +49,7 @@ def attention_forward(
     group_name: str,
     is_causal: bool,
     scale: float,
-    strategy: tuple[str, int],
+    strategy: ResolvedStrategy,
     kernel: str,
     dropout: CallDropout | None = None,
     masks: CallMasks = NO_MASKS,
@@ -95,6 +96,7 @@ def forward_op(
     scale: float,
     strategy: str,
     ulysses_degree: int,
+    ranks_per_node: int,
     kernel: str,
     dropout_p: float,
     head_offset: int,
@@ -114,21 +116,22 @@ def forward_op(
     call = _call(
         query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis
     )
-    how = strategy, ulysses_degree
+    how = ResolvedStrategy(strategy, ulysses_degree, ranks_per_node)
     fields, refusal, mask_mod_state = agreement(query, key, value, call, sinks, how, needs_grad)
     number = agree(_NAME, fields, call.group, query.device, error=refusal)
     count_call(q_state)
     numbers = torch.tensor([number, *mask_mod_state])
     query_, key_, value_ = _by_head(query, key, value)
     query_, key_, value_ = *without_padding(call, 0, query_), *without_padding(call, 1, key_, value_)
+    core = core_of(*how)
     if ulysses_degree > 1:
         kept = _new_kept(query, key, value, ulysses_degree)
-        whole = Ulysses(call, CORES[strategy], ulysses_degree, query.size(2), key.size(2))
+        whole = Ulysses(call, core, ulysses_degree, query.size(2), key.size(2))
         by_head = kept._replace(**dict(zip(Kept._fields, _by_head(*kept[:4]), strict=False)))
         out, given_lse = whole.forward(query_, key_, value_, by_head, sinks, needs_lse=needs_lse)
         lse = kept[4].new_empty(0) if given_lse is None else given_lse
         return out.transpose(1, 2).contiguous(), lse.contiguous(), numbers, *kept
-    out, lse = CORES[strategy].forward(call, query_, key_, value_)
+    out, lse = core.forward(call, query_, key_, value_)
     if sinks is not None:
         add_sinks(out, lse, sinks)
         lse[:, :, call.layout.num_valid(call.rank) :] = float("-inf")
@@ -169,6 +172,7 @@ def backward_op(
     scale: float,
     strategy: str,
     ulysses_degree: int,
+    ranks_per_node: int,
     kernel: str,
     dropout_p: float,
     head_offset: int,
@@ -201,13 +205,14 @@ def backward_op(
     (grad_out,) = without_padding(call, 0, grad_out)
     # A weight is exp(score − lse): 0 for a query that saw nothing, pads among them.
     lse = lse.masked_fill(lse == float("-inf"), float("inf")) if call.may_see_nothing or sinks is not None else lse
+    core = core_of(strategy, ulysses_degree, ranks_per_node)
     if ulysses_degree > 1:
-        whole = Ulysses(call, CORES[strategy], ulysses_degree, num_heads, num_kv_heads)
+        whole = Ulysses(call, core, ulysses_degree, num_heads, num_kv_heads)
         grads, given = whole.backward(grad_out, Kept(query_, key_, value_, out, lse), sinks)
         whole.finish_bias()
     else:
         query_, key_, value_ = *without_padding(call, 0, query_), *without_padding(call, 1, key_, value_)
-        grads = CORES[strategy].backward(call, grad_out, query_, key_, value_, out, lse)
+        grads = core.backward(call, grad_out, query_, key_, value_, out, lse)
         given = None if sinks is None else grad_sinks(grad_out, out, lse, sinks)
     grad_query, grad_key, grad_value = (g.to(query.dtype).transpose(1, 2).contiguous() for g in grads)
     of_sinks = query.new_empty(0) if given is None else given
@@ -315,7 +320,7 @@ def _(
 
 
 _NUM_TENSORS = 12  # of the forward
-_NUM_CONSTANTS = 12  # besides needs_lse and needs_grad
+_NUM_CONSTANTS = 13  # besides needs_lse and needs_grad
 _DEGREE = 16  # place of ulysses_degree among what follows query, key and value
 
 

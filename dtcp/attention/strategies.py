@@ -46,9 +46,9 @@ class _StepByStep:
     """
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        partial = _partial(query, value)
+        partial = new_partial(query, value)
         for step, held in self._walk(call, key, value):
-            _attend(call, partial, query, held, step.tiles)
+            attend(call, partial, query, held, step.tiles)
         return partial.result()
 
     def backward(
@@ -200,12 +200,12 @@ class AllGather:
     """Every rank gathers all keys and values (Llama 3, arXiv 2407.21783 §3.3.2), behind its own tiles."""
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        partial = _partial(query, value)
+        partial = new_partial(query, value)
         kv, gathering = start_all_gather_rows(pack(key, value), call.group)
-        _attend(call, partial, query, whole_shard(call.rank, key, value), call.tiles(call.rank))
+        attend(call, partial, query, whole_shard(call.rank, key, value), call.tiles(call.rank))
         gathering.wait()
         for held in self._others(call, kv, key.size(-1)):
-            _attend(call, partial, query, held, call.tiles(held.source))
+            attend(call, partial, query, held, call.tiles(held.source))
         return partial.result()
 
     def backward(
@@ -237,12 +237,13 @@ class AllGather:
 CORES: dict[str, Strategy] = {"ring": Ring(), "exchange": ExactExchange(), "all_gather": AllGather()}
 
 
-def _attend(call: Call, partial: Partial, query: Tensor, held: HeldKeys, tiles: tuple[Tile, ...]) -> None:
+def attend(call: Call, partial: Partial, query: Tensor, held: HeldKeys, tiles: tuple[Tile, ...]) -> None:
     """Merge what the queries see in the keys."""
     for tile in tiles:
         out, lse = forward_tile(call, held, tile, query)
         partial.merge(slice(tile.q_start, tile.q_stop), out, lse, tile.batch_rows)
 
 
-def _partial(query: Tensor, value: Tensor) -> Partial:
+def new_partial(query: Tensor, value: Tensor) -> Partial:
+    """What the queries have seen of no keys yet."""
     return Partial((*query.shape[:3], value.size(3)), lse_dtype(query.dtype), query.device)

@@ -108,7 +108,7 @@ def small_job(config: DoctorJobConfig) -> DoctorJobConfig:
             raise ValueError(f"doctor.{name} has to be at least 1, got {value}; null chooses one")
     if doctor.json is not None and not Path(doctor.json).parent.is_dir():
         raise ValueError(f"doctor.json={doctor.json} is in a folder that does not exist; make it first")
-    dims = ParallelDims(**dataclasses.asdict(config.mesh))
+    dims = ParallelDims(**config.mesh.degrees())
     num_readers, num_microbatches = dims.dp_replicate * dims.dp_shard, _num_microbatches(config, dims.pp)
     rows = doctor.rows or num_readers * num_microbatches * (1 if num_readers * num_microbatches > 1 else 2)
     is_split = num_microbatches > 1

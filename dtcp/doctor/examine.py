@@ -301,6 +301,7 @@ def _errors_of_attention(subject: Subject) -> tuple[float, dict[str, float]] | N
             enable_gqa=True,
             strategy=attention.strategy,
             ulysses_degree=attention.ulysses_degree,
+            ranks_per_node=subject.dims.cp_ranks_per_node(subject.config.mesh.ranks_per_node),
             kernel=attention.kernel,
         )
     except (ValueError, NotImplementedError):  # a kernel that takes no float32

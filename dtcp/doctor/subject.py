@@ -193,6 +193,7 @@ class Subject(Trainer):
             documents=microbatch.documents,
             strategy=attention.strategy,
             ulysses_degree=attention.ulysses_degree,
+            ranks_per_node=self.dims.cp_ranks_per_node(self.config.mesh.ranks_per_node),
             kernel=attention.kernel,
         ):
             return super().loss(microbatch, num_valid_tokens)

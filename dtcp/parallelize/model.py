@@ -49,6 +49,7 @@ def parallelize(
     context_plan: Mapping[str, ParallelStyle] | None = None,
     strategy: str = "ring",
     ulysses_degree: int | None = None,
+    ranks_per_node: int | None = None,
     kernel: str = "auto",
     activation_checkpointing: str = "none",
     checkpoint_every: int = 1,
@@ -82,11 +83,11 @@ def parallelize(
             device: ``model.to_empty(device=…)`` and ``model.init_weights(seed)`` come after.
         dims: Built mesh.
         sequence_parallel, tensor_plan: See ``apply_tensor_parallel``; a plan for models that it has none for.
-        context_plan: Of a block, where 2. plans attention; None: ``ContextParallel(strategy=…, ulysses_degree=…,
-            kernel=…)`` for the modules that attend as those of `dtcp.models` do (``"attention.sdpa"``), or that
+        context_plan: Of a block, where 2. plans attention; None: ``ContextParallel(strategy=…, kernel=…, …)`` for
+            the modules that attend as those of `dtcp.models` do (``"attention.sdpa"``), or that
             `dtcp.integrations` have put in. An empty one leaves attention to another door,
             ``with context_parallel(...)``.
-        strategy, ulysses_degree, kernel: Of that plan.
+        strategy, ulysses_degree, ranks_per_node, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
         offload_activations: Keep what the treated blocks keep on the host.
         compile: True, or options of ``torch.compile`` beside ``fullgraph``.
@@ -112,7 +113,9 @@ def parallelize(
 
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     # Checks the names also where cp is 1.
-    style = ContextParallel(strategy=strategy, ulysses_degree=ulysses_degree, kernel=kernel)
+    style = ContextParallel(
+        strategy=strategy, ulysses_degree=ulysses_degree, ranks_per_node=ranks_per_node, kernel=kernel
+    )
     planned: dict[str, nn.Module] = {}
     if dims.cp > 1 or packed_documents:
         planned = _apply_context_plan(model, dims, style, context_plan)

@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
+from dtcp.mesh import AXES
 from dtcp.models import PRESETS, GPTConfig, LlamaConfig, ModelConfig, TitanLlama3Config, model_config
 from dtcp.train.data import DataConfig
 
@@ -57,6 +58,11 @@ class MeshConfig:
     dp_shard: int = MISSING
     cp: int = MISSING
     tp: int = MISSING
+    ranks_per_node: int | None = MISSING  # of the world; null: all links alike
+
+    def degrees(self) -> dict[str, int]:
+        """By the names of ``ParallelDims``."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
         sequence_parallel=config.tensor_parallel.sequence_parallel,
         strategy=config.attention.strategy,
         ulysses_degree=config.attention.ulysses_degree,
+        ranks_per_node=dims.cp_ranks_per_node(config.mesh.ranks_per_node),
         kernel=config.attention.kernel,
         activation_checkpointing=checkpointing.mode.value,
         checkpoint_every=checkpointing.every,

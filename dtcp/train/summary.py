@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 import dtcp
 from dtcp.layout import SequenceLayout
 from dtcp.mesh import ParallelDims
-from dtcp.train.config import JobConfig, MeshConfig
+from dtcp.train.config import JobConfig
 
 
 def summary(
@@ -48,6 +48,6 @@ def _named(asked: str, layout: SequenceLayout) -> str:
 
 def resolved_config(config: JobConfig, dims: ParallelDims, run_name: str) -> str:
     """The configuration as YAML, with the degrees and the name that -1 and null have become."""
-    mesh = MeshConfig(**dims.degrees)
+    mesh = dataclasses.replace(config.mesh, **dims.degrees)
     run = dataclasses.replace(config.run, name=run_name)
     return OmegaConf.to_yaml(OmegaConf.structured(dataclasses.replace(config, mesh=mesh, run=run)))

@@ -3,7 +3,6 @@
 Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocabulary.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +69,7 @@ class Trainer:
         self.config = config
         self.device = torch.device(device)
         with agreed():
-            self.dims = ParallelDims(**dataclasses.asdict(config.mesh))
+            self.dims = ParallelDims(**config.mesh.degrees())
             self.model_config = to_model_config(config.model)
             check_numbers(config)
             data_config = to_data_config(config.data)
