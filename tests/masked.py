@@ -140,8 +140,8 @@ def solve_masked(
         num_rows = max(layout.num_rows, learned["attn_bias"].size(0))
         learned["attn_bias"] = dtcp.shard(learned["attn_bias"].expand(num_rows, -1, -1, -1), mesh, layout, dim=2)
     learned = {name: x.requires_grad_(case.needs_mask_gradients) for name, x in learned.items()}
-    how = options_of(case.strategy, layout.cp)
-    options = problem.masks() | {"mesh": mesh, "layout": layout, "kernel": case.kernel, "ranks_per_node": case.ranks_per_node} | how
+    how = options_of(case.strategy, layout.cp) | {"ranks_per_node": case.ranks_per_node}
+    options = problem.masks() | {"mesh": mesh, "layout": layout, "kernel": case.kernel} | how
     out, lse = dtcp.context_parallel_attention(*inputs, **learned, **(options | overrides))
     needed = [*inputs, *(x for x in learned.values() if x.requires_grad)]
     grads = torch.autograd.grad(out, needed, local(problem.grad_out))
