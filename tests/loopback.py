@@ -20,8 +20,6 @@ from torch import Tensor
 from dtcp.attention import strategies, two_level
 from dtcp.attention.comm import Message
 
-TIMEOUT_SECONDS = 60.0
-
 
 class Group:
     """In the place of a process group."""
@@ -37,19 +35,39 @@ class Group:
 
 
 class _Post:
-    """All messages on their way, by (sender, receiver, how many before it)."""
+    """All messages on their way, by (sender, receiver, how many before it), and what the ranks are waiting for."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
+        self.num_running = num_ranks
+        self.waiting: list[Callable[[], bool]] = []
         self.changed = threading.Condition()
         self.on_their_way: dict[tuple[int, int, int], Tensor] = {}
         self.num_sent: Counter[tuple[int, int]] = Counter()
         self.num_asked: Counter[tuple[int, int]] = Counter()
-        self.is_lost = False  # a rank has failed, and will neither send nor take
+        self.is_lost = False  # some message will never be sent or taken
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """With ``changed`` held."""
-        if not self.changed.wait_for(lambda: condition() or self.is_lost, TIMEOUT_SECONDS) or self.is_lost:
-            raise RuntimeError("a message did not come, or was not taken")
+        self.waiting.append(condition)
+        self.look_for_deadlock()
+        self.changed.wait_for(lambda: condition() or self.is_lost)
+        self.waiting.remove(condition)
+        if not condition():
+            raise RuntimeError("a message was not sent, or not taken: every rank that still runs waits for one")
+
+    def look_for_deadlock(self) -> None:
+        """With ``changed`` held."""
+        if len(self.waiting) == self.num_running and not any(condition() for condition in self.waiting):
+            self.is_lost = True
+            self.changed.notify_all()
+
+    def stop(self, *, has_failed: bool) -> None:
+        """A rank has ended."""
+        with self.changed:
+            self.num_running -= 1
+            self.is_lost |= has_failed
+            self.look_for_deadlock()
+            self.changed.notify_all()
 
 
 class _Exchange:
@@ -103,16 +121,16 @@ def _patched(post: _Post) -> Iterator[None]:
 
 def run_in_threads(world: int, function: Callable[[Any], Any]) -> list[Any]:
     """What ``function(group)`` returns for each rank; raises what the first of them raised."""
-    post, results, errors = _Post(), [None] * world, []
+    post, results, errors = _Post(world), [None] * world, []
 
     def run(rank: int) -> None:
         try:
             results[rank] = function(Group(rank, world))
         except BaseException as error:
             errors.append(error)
-            with post.changed:
-                post.is_lost = True
-                post.changed.notify_all()
+            post.stop(has_failed=True)
+        else:
+            post.stop(has_failed=False)
 
     with _patched(post):
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]

@@ -14,7 +14,9 @@ from torch import Tensor
 
 import dtcp
 from cuts import cut_by_hand
+from dtcp.attention import two_level
 from dtcp.attention.call import Call
+from dtcp.attention.comm import Message
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.strategies import CORES, Strategy
 from dtcp.attention.two_level import core_of
@@ -69,6 +71,7 @@ def test_any_nodes_layout_and_mask_match_the_float64_oracle(problem):
 
 
 @pytest.mark.slow
+@settings(max_examples=400)
 @given(problems())
 def test_many_nodes_layouts_and_masks_match_the_float64_oracle(problem):
     check_problem(problem)
@@ -99,6 +102,32 @@ def check_problem(problem: dict[str, Any]) -> None:
         assert relative_error(mine[:, :, tokens], parts[:, :, tokens]) < TOLERANCE, name
         if name != "lse":
             assert not mine[:, :, ~tokens].any(), f"{name} of padding"
+
+
+def test_the_loopback_finds_messages_that_are_lost_early_or_overwritten():
+    def lost(group: Any) -> None:
+        two_level.start_exchange([], [Message(1 - group.rank(), torch.zeros(1))], group).wait()
+
+    def early(group: Any) -> bool:
+        rows = torch.zeros(1)
+        exchange = two_level.start_exchange(
+            [Message(1 - group.rank(), torch.ones(1))], [Message(1 - group.rank(), rows)], group
+        )
+        is_nan = bool(rows.isnan().all())
+        exchange.wait()
+        return is_nan and rows.tolist() == [1]
+
+    def overwritten(group: Any) -> float:
+        mine, rows = torch.ones(1), torch.zeros(1)
+        exchange = two_level.start_exchange([Message(1 - group.rank(), mine)], [Message(1 - group.rank(), rows)], group)
+        mine.fill_(7)
+        exchange.wait()
+        return float(rows)
+
+    with pytest.raises(RuntimeError, match="every rank that still runs waits for one"):
+        run_in_threads(2, lost)
+    assert run_in_threads(2, early) == [True, True]
+    assert 7 in run_in_threads(2, overwritten)
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
