@@ -66,7 +66,7 @@ def check_mask_mod_is_as_before(number: Tensor, query: Tensor, call: Call) -> No
 def _fields(
     query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None, how: ResolvedStrategy, needs_grad: bool
 ) -> dict[str, int]:
-    cores = tuple(CORES)
+    cores, has_nodes = tuple(CORES), how.ranks_per_node > 1
     mask, modifiers = call.mask, call.modifiers
     given = (modifiers.mask_mod, sinks, modifiers.attn_bias, modifiers.alibi_slopes)
     return {
@@ -92,8 +92,8 @@ def _fields(
         "scale (its float64 bits)": _bits(call.scale),
         "dropout_p (its float64 bits)": _bits(0.0 if call.dropout is None else call.dropout.p),
         # One number, since only so many are compared.
-        f"strategy ({_choices(cores)}) + 10 x ranks among which heads are cut + 10^6 x ranks per node": (
-            cores.index(how.core) + 10 * how.ulysses_degree + 10**6 * how.ranks_per_node
+        f"strategy ({_choices(cores)}; plus 10 x ranks among which heads are cut, plus 10^6 x ranks per node)": (
+            cores.index(how.core) + 10 * how.ulysses_degree + 10**6 * (how.ranks_per_node if has_nodes else 0)
         ),
         "requires_grad": int(needs_grad),
     }
