@@ -20,7 +20,7 @@ def inputs_of(layout: dtcp.SequenceLayout, rank: int) -> list[Tensor]:
 
 
 def crossings(rank: int, sent: list[Sent]) -> int:
-    """Messages to the other node; none of one level's ring does from rank 1 and 3 but for gradients."""
+    """Messages to the other node: of one level, rank 0 would send three in the forward and rank 1 none."""
     return sum(x.peer is not None and x.peer // 2 != rank // 2 for x in sent)
 
 
