@@ -29,7 +29,7 @@ def core_of(name: str, ulysses_degree: int, ranks_per_node: int) -> Strategy:
 
 
 class TwoLevelRing:
-    """A ring of nodes around rings of a node's ranks, see ``two_level_schedule``; bytes between nodes fall by L.
+    """A ring of nodes around rings of a node's ranks, see ``two_level_schedule``: N−1 shards over each network card.
 
     Four kv shards per rank, whatever cp and L are: what has entered the node here and what enters next, what came from
     inside and what comes next. The backward has besides, in float32, at most six shards of key gradients.
