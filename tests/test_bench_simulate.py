@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from attention_bench import published
 from attention_bench.problem import BenchmarkError
 from attention_bench.rates import FITTED, Call, Kernel, Machine
-from attention_bench.simulate import STRATEGIES, Work, ideal_seconds, predict
+from attention_bench.simulate import STRATEGIES, Work, _Ranks, ideal_seconds, predict
 from bench_attention import main
 
 import dtcp
@@ -105,6 +105,18 @@ def test_the_last_key_gradients_of_a_ring_hide_behind_half_of_its_own_tiles():
     slow = replace(machine, link_bytes=machine.link_bytes / 4)
     found = predict("ring", "head_tail", work, slow)
     assert found.total_seconds - found.forward_seconds == pytest.approx(1.5 * tile + 4 * returned)
+
+
+def test_a_message_begins_when_both_ends_are_there_and_their_links_are_free():
+    work = Work(8, 3, num_heads=1, num_kv_heads=1, head_dim=16)
+    ranks = _Ranks(work, dtcp.make_layout("contiguous", seq_len=8, cp=3), replace(FREE_COMPUTE, link_bytes=10.0))
+    ranks.now = [0.0, 5.0, 7.0]
+    ranks.post(0, 1, 20)  # 5 to 7: the receiver is late
+    ranks.post(1, 0, 10)  # 5 to 6: the other direction of the same link
+    ranks.post(0, 2, 10)  # 7 to 8: the sender's link was busy until then
+    ranks.post(2, 2, 10)  # to itself: nothing
+    ranks.wait()
+    assert ranks.now == [8.0, 7.0, 8.0] and ranks.sent == [30, 10, 0]
 
 
 @given(
