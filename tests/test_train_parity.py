@@ -34,6 +34,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         attention = [f"attention.strategy={self.strategy}", f"attention.layout={self.layout}"]
+        attention += ["attention.ulysses_degree=2"] * (self.strategy == "hybrid")
         return [*self.mesh.split(), *attention, *job(self.model, self.seq_len)]
 
     def __str__(self) -> str:
@@ -49,11 +50,11 @@ def job(model: str, seq_len: int, steps: int = STEPS) -> list[str]:
 # contiguous layout, `scattered` all of the second dp rank.
 CASES = [
     pytest.param(Case("mesh.cp=2", 2, "ring", "head_tail", "gpt", nothing, 97), marks=pytest.mark.slow),
-    pytest.param(Case("mesh.cp=2", 2, "all_gather", "contiguous", "llama", tail, 96), marks=pytest.mark.slow),
-    Case("mesh.cp=3", 3, "ring", "striped", "gpt", scattered, 97),
+    pytest.param(Case("mesh.cp=2", 2, "ulysses", "contiguous", "llama", tail, 96), marks=pytest.mark.slow),
+    Case("mesh.cp=3", 3, "exchange", "striped", "gpt", scattered, 97),
     pytest.param(Case("mesh.cp=3", 3, "all_gather", "head_tail", "llama", scattered, 97), marks=pytest.mark.slow),
     pytest.param(Case("mesh.cp=4", 4, "ring", "contiguous", "llama", tail, 96), marks=pytest.mark.slow),
-    pytest.param(Case("mesh.cp=4", 4, "all_gather", "striped", "gpt", nothing, 97), marks=pytest.mark.slow),
+    pytest.param(Case("mesh.cp=4", 4, "hybrid", "striped", "gpt", nothing, 97), marks=pytest.mark.slow),
     pytest.param(
         Case("mesh.cp=2 mesh.dp_shard=2", 4, "ring", "striped", "llama", scattered, 97), marks=pytest.mark.slow
     ),

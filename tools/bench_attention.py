@@ -22,7 +22,8 @@ counted.
              needs for its attention alone, at the speed of the single process, whatever the strategy
   pairs      allowed: what the mask lets queries see; computed: the tiles of all ranks, under a mask the whole rectangle
   bytes      keys, values and their gradients sent by a rank, copies to itself excluded, beside the closed form of
-             the strategy (none where the sequence is padded, nor where what a ring sends follows from a mask)
+             the strategy (none for a ring where the sequence is padded or what it sends follows from a mask, nor for
+             hybrid; of exchange the keys that other ranks see, looked at one by one)
 
 Masks, causal but for full and prefix_lm:
   causal, full        documents (--lengths)          documents_stdlib: a packed row of the .py files of Python's library
@@ -48,14 +49,21 @@ from attention_bench.arguments import Parser, check_json, positive
 from attention_bench.masks import DEFAULT_WINDOW, MASK_NAMES, WITH_DOCUMENTS, WITH_LENGTHS, WITH_WINDOW
 from attention_bench.measure import benchmark
 from attention_bench.paper import simulate
-from attention_bench.problem import TOLERANCES, BenchmarkError, Case, Configuration, MaskChoice, Problem
+from attention_bench.problem import (
+    TOLERANCES,
+    BenchmarkError,
+    Case,
+    Configuration,
+    MaskChoice,
+    Problem,
+    strategy_arguments,
+)
 from attention_bench.report import describe_environment, make_records
 from attention_bench.tables import print_tables
 from rich.console import Console
 
 import dtcp
-from dtcp.attention.arguments import check_strategy
-from dtcp.attention.strategies import STRATEGY_NAMES
+from dtcp.attention.arguments import STRATEGY_NAMES, resolved_strategy
 from dtcp.layout import LAYOUT_NAMES
 
 
@@ -77,7 +85,8 @@ def make_parser() -> Parser:
     add("--dtype", choices=TOLERANCES, default="float32", help="float32")
     layouts = f"of {', '.join(LAYOUT_NAMES)}, auto (all but auto; per_document where there are documents)"
     add("--layout", nargs="+", help=layouts)
-    add("--strategy", nargs="+", default=list(STRATEGY_NAMES), help=f"of {', '.join(STRATEGY_NAMES)} (all)")
+    strategies = f"of {', '.join(STRATEGY_NAMES)}; hybrid:U cuts heads over U ranks (all but hybrid)"
+    add("--strategy", nargs="+", default=[n for n in STRATEGY_NAMES if n != "hybrid"], help=strategies)
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--mask", nargs="+", metavar="NAME", help=f"of {', '.join(MASK_NAMES)}; each by itself (causal)")
     mask.add_argument("--non-causal", dest="mask", action="store_const", const=["full"], help="--mask full")
@@ -109,7 +118,7 @@ def _checked(parser: Parser, arguments: argparse.Namespace) -> tuple[Problem, li
         for layout in a.layout or ():
             dtcp.make_layout(layout, seq_len=1, cp=1, documents=dtcp.Documents.from_lengths([1]))
         for strategy in a.strategy:
-            check_strategy(strategy, None)
+            resolved_strategy(**strategy_arguments(strategy), cp=a.nproc, num_heads=a.heads)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     without = next((str(case.mask) for case in cases if case.mask.name not in WITH_DOCUMENTS), None)

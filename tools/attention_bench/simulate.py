@@ -179,12 +179,13 @@ def _ring(ranks: _Ranks, backward: bool) -> None:
     def post_returns(step: int) -> None:
         for rank in ranks.all:
             done = schedules[rank].steps[step]
-            num_rows = done.grad_rows[1] - done.grad_rows[0]
+            start, stop = done.keys.hull()
+            num_rows = stop - start
             ranks.post(rank, done.source, num_rows * ranks.row_bytes(work.gradient_bytes))
 
     for step in ranks.all:
         for rank in ranks.all:
-            start, stop = schedules[rank].steps[step].send
+            start, stop = schedules[rank].hops[step].send
             ranks.post(rank, schedules[rank].next_rank, (stop - start) * ranks.row_bytes(work.element_bytes))
         if backward and step > 1:
             post_returns(step - 1)
