@@ -85,8 +85,8 @@ def make_parser() -> Parser:
     add("--dtype", choices=TOLERANCES, default="float32", help="float32")
     layouts = f"of {', '.join(LAYOUT_NAMES)}, auto (all but auto; per_document where there are documents)"
     add("--layout", nargs="+", help=layouts)
-    strategies = f"of {', '.join(STRATEGY_NAMES)}; hybrid:U cuts heads over U ranks (all but hybrid)"
-    add("--strategy", nargs="+", default=[n for n in STRATEGY_NAMES if n != "hybrid"], help=strategies)
+    strategies = f"of {', '.join(STRATEGY_NAMES)}; hybrid:U cuts heads over U ranks (all but hybrid and auto)"
+    add("--strategy", nargs="+", default=[n for n in STRATEGY_NAMES if n not in ("hybrid", "auto")], help=strategies)
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--mask", nargs="+", metavar="NAME", help=f"of {', '.join(MASK_NAMES)}; each by itself (causal)")
     mask.add_argument("--non-causal", dest="mask", action="store_const", const=["full"], help="--mask full")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dtcp.attention.predict import Rates
     from dtcp.attention.scores import MaskMod
     from dtcp.documents import Documents
     from dtcp.layout import SequenceLayout
@@ -65,6 +66,7 @@ def context_parallel_attention(
     dropout_name: str | Tensor | None = None,
     strategy: str = "ring",
     ulysses_degree: int | None = None,
+    rates: Rates | None = None,
     kernel: str = "auto",
     qkv_format: str = "bhsd",
     return_lse: bool = False,
@@ -99,9 +101,12 @@ def context_parallel_attention(
             backward, float32 key gradients back to their owner), ``exchange`` (the same memory; each key goes from its
             owner to just the ranks whose queries see it, so that messages follow windows and documents),
             ``all_gather`` (the whole K and V on every rank), ``ulysses`` (each rank attends some heads of the whole
-            sequence, brought there and back by all-to-all; Hq >= cp) or ``hybrid`` (that among ``ulysses_degree``
-            adjacent ranks, and a ring over the rest).
+            sequence, brought there and back by all-to-all; Hq >= cp), ``hybrid`` (that among ``ulysses_degree``
+            adjacent ranks, and a ring over the rest), or ``auto``: the one that ``rates`` predict to take least for
+            these heads, lengths and masks, decided at the first call of a kind and logged. A compiled graph knows no
+            layout and no documents: it decides for a balanced layout without documents.
         ulysses_degree: For ``hybrid``: a divisor of cp, at most Hq. 1 is ``ring``, cp is ``ulysses``.
+        rates: For ``auto``, equal on every rank; None for those of data sheets. ``measure_rates`` makes some.
         head_offset: Global index of the first query head, where heads are cut (tensor parallelism), for ``mask_mod``
             and dropout.
         dropout_p: Probability of dropping an attention weight, below 1. The mask is a function of the query's key,
@@ -134,12 +139,12 @@ def context_parallel_attention(
             mask_mod=mask_mod, sinks=sinks, attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap,
             head_offset=head_offset,
         )  # fmt: skip
-        check_strategy(strategy, ulysses_degree)
+        check_strategy(strategy, ulysses_degree, rates)
         query, key, value, scale = prepare_inputs(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format=qkv_format
         )
         check_layouts(mesh, layout, kv_layout, positional_argument(is_causal, masks))
-        how = resolved_strategy(strategy, ulysses_degree, layout.cp, query.size(2))
+        how = resolved_strategy(strategy, ulysses_degree, layout.cp, query.size(2), rates)
         check_mask_shapes(masks, query.size(0), query.size(2), query.size(1), (kv_layout or layout).seq_len)
         check_kernel(kernel, query, value, scale, dropout_p, masks)
         rows = query.size(0), query.size(1)

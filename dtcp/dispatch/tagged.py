@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_global_tensor_info
 
 from dtcp.attention.arguments import ResolvedStrategy, check_strategy, resolved_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
+from dtcp.attention.predict import Rates
 from dtcp.layout import SequenceLayout, layout_from_state
 
 _aten = torch.ops.aten
@@ -135,6 +136,7 @@ def as_dtensor(
     placements: Sequence[Placement] | None = None,
     strategy: str = "ring",
     ulysses_degree: int | None = None,
+    rates: Rates | None = None,
     kernel: str = "auto",
 ) -> LayoutTensor:
     """Return ``local``, this rank's slots in the order of ``layout``, as a distributed tensor that attention takes.
@@ -151,7 +153,7 @@ def as_dtensor(
         dim: Sequence dim; 2 for (B, H, S, D).
         placements: One for each axis of ``mesh``: ``Shard(dim)`` on the cp axis, on the others ``Shard`` of the heads
             or rows, or ``Replicate()``.
-        strategy, ulysses_degree, kernel: As in ``context_parallel_attention``.
+        strategy, ulysses_degree, rates, kernel: As in ``context_parallel_attention``.
 
     Returns:
         Tensor of the global shape, whose sequence dim has ``layout.padded_seq_len``. ``to_local()`` gives the slots
@@ -161,7 +163,7 @@ def as_dtensor(
     Raises:
         ValueError: If mesh, placements, layout and ``local`` do not fit together.
     """
-    check_strategy(strategy, ulysses_degree)
+    check_strategy(strategy, ulysses_degree, rates)
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
     if not -local.ndim <= dim < local.ndim:
@@ -184,7 +186,7 @@ def as_dtensor(
     if not torch.compiler.is_compiling():  # in a compiled graph lengths are compared by the attention op
         _check_slots(local, dim, layout, mesh.size(axes[0]))
     group_name = mesh.get_group(axes[0]).group_name
-    how = resolved_strategy(strategy, ulysses_degree, mesh.size(axes[0]))
+    how = resolved_strategy(strategy, ulysses_degree, mesh.size(axes[0]), rates=rates)
     return _tagged(local, layout.state, mesh, placements, dim, group_name, how, kernel)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what a step needs is loaded when the step is taken: `import
     from torch.distributed.fsdp import OffloadPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from dtcp.attention.predict import Rates
     from dtcp.mesh import ParallelDims
     from dtcp.parallelize.pipeline import Loss, Pipeline
 
@@ -49,6 +50,7 @@ def parallelize(
     context_plan: Mapping[str, ParallelStyle] | None = None,
     strategy: str = "ring",
     ulysses_degree: int | None = None,
+    rates: Rates | None = None,
     kernel: str = "auto",
     activation_checkpointing: str = "none",
     checkpoint_every: int = 1,
@@ -86,7 +88,7 @@ def parallelize(
             kernel=…)`` for the modules that attend as those of `dtcp.models` do (``"attention.sdpa"``), or that
             `dtcp.integrations` have put in. An empty one leaves attention to another door,
             ``with context_parallel(...)``.
-        strategy, ulysses_degree, kernel: Of that plan.
+        strategy, ulysses_degree, rates, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
         offload_activations: Keep what the treated blocks keep on the host.
         compile: True, or options of ``torch.compile`` beside ``fullgraph``.
@@ -112,7 +114,7 @@ def parallelize(
 
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     # Checks the names also where cp is 1.
-    style = ContextParallel(strategy=strategy, ulysses_degree=ulysses_degree, kernel=kernel)
+    style = ContextParallel(strategy=strategy, ulysses_degree=ulysses_degree, rates=rates, kernel=kernel)
     planned: dict[str, nn.Module] = {}
     if dims.cp > 1 or packed_documents:
         planned = _apply_context_plan(model, dims, style, context_plan)
