@@ -6,6 +6,7 @@ above the tolerance.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -118,15 +119,17 @@ def dropped_cross_rank_attention() -> Iterator[None]:
 @contextmanager
 def first_keys_in_backward() -> Iterator[None]:
     """The backward takes the keys and values that came first for those of every later hop. Right at cp=2."""
-    from dtcp.attention import strategies
+    from dtcp.attention.gradients import Gradients
 
-    def add_part(self, source, tiles, key, value, part, rows):
-        if not hasattr(self, "first"):
-            self.first = (key.clone(), value.clone())
-        right(self, source, tiles, *self.first, part, rows)
+    first = weakref.WeakKeyDictionary()  # by backward
 
-    right = strategies._Grads.add_part
-    with mock.patch.object(strategies._Grads, "add_part", add_part):
+    def add_part(self, held, tiles, part):
+        if self not in first:
+            first[self] = tuple(x.clone() for x in held.parts[None][:2])
+        right(self, dataclasses.replace(held, parts={None: (*first[self], 0)}), tiles, part)
+
+    right = Gradients.add_part
+    with mock.patch.object(Gradients, "add_part", add_part):
         yield
 
 
