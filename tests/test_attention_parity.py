@@ -43,6 +43,7 @@ AXES = {
     "query_scale": [1.0, 100.0],
     "scale": [None, 0.3],
 }
+LAYOUTS_OF_STRATEGIES = ("head_tail", "striped", "head_tail", "contiguous", "head_tail")
 PAIRWISE = [Case(**options) for options in all_pairs(AXES)]
 REPORTED = [
     Case(heads=(8, 1, 16, 16), seq_len=700),
@@ -334,3 +335,13 @@ def test_pairwise_set_covers_every_pair():
     for (a, values_a), (b, values_b) in itertools.combinations(AXES.items(), 2):
         seen = {(getattr(case, a), getattr(case, b)) for case in PAIRWISE}
         assert seen == set(itertools.product(values_a, values_b)), (a, b)
+
+
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_half_precision_errs_no_more_than_1_2_times_what_one_device_does(ranks, world):
+    """Relative Frobenius norm of out and every gradient; the ratio is what ``excess`` returns for half precision."""
+    cases = [
+        Case(strategy=strategy, layout=layout, heads=(8, 2, 64, 64), seq_len=512, dtype="bfloat16", batch=1)
+        for strategy, layout in zip(STRATEGIES, LAYOUTS_OF_STRATEGIES, strict=True)
+    ]
+    ranks.run(world, check_cases, cases)
