@@ -74,12 +74,13 @@ def tied_parameters(first: nn.Module, last: nn.Module, tied: Sequence[str]) -> d
     names: dict[str, str] = {}
     for module_name in tied:
         module = getattr(first, module_name, None)
-        own = {f"{module_name}.{leaf}": p for leaf, p in module.named_parameters()} if module is not None else {}
+        found = module.named_parameters() if isinstance(module, nn.Module) else ()
+        own = {f"{module_name}.{leaf}": parameter for leaf, parameter in found}
         if not own or not all(id(parameter) in theirs for parameter in own.values()):
-            found = ", ".join(_modules_with_parameters(first)) or "none"
+            there = ", ".join(_modules_with_parameters(first)) or "none"
             raise ValueError(
                 f"tied names modules with parameters that belong to the first stage and that the last one needs too, "
-                f"got {module_name!r}; {type(first).__name__} has there {found}"
+                f"got {module_name!r}; {type(first).__name__} has there {there}"
             )
         for name, parameter in own.items():
             names[name] = theirs[id(parameter)]
