@@ -17,7 +17,9 @@ from dtcp.models.init import plain_name
 from dtcp.parallelize.pipeline import Pipeline
 from dtcp.train.session import EXPECTED_ERRORS, JobError, one_line
 
-_IS_GONE = re.compile("connection closed by peer|connection reset by peer|broken pipe|remote process exited", re.I)
+_IS_GONE = re.compile(  # as gloo and NCCL say it
+    r"connection (closed|reset) by peer|broken pipe|gloo/transport.*(read|write) error|remote process exited", re.I
+)
 
 
 def call_own(path: str, key: str, *args: Any) -> Any:
