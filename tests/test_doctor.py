@@ -277,23 +277,6 @@ FAULTS = [
 ]
 
 
-OWN_FAULTS = [  # of models of the user's, by the context's door
-    ("make_centred_behind_zeros", "something in the model mixes tokens", "layers.0.qkv.weight have no"),
-    ("make_with_buffer_of_the_rank", "problem: ranks begin with different buffers: state;", "none of the known faults"),
-    ("make_with_clipping_hook", "it looks like this: layers.0.qkv.weight: a hook on the gradient", "counted more than"),
-]
-
-
-@pytest.mark.parametrize(("model", "hint", "unsaid"), OWN_FAULTS)
-def test_a_fault_of_ones_own_model_is_found_and_no_other_cause_is_named(
-    ranks: Ranks, model: str, hint: str, unsaid: str
-):
-    overrides = f"doctor.model=doctor_models:{model} mesh.cp=2 doctor.door=context doctor.seq_len=61"
-    report = ranks.run(2, run_doctor, overrides)[0]
-    assert report.exit_code == 1 and report.is_wrong
-    assert hint in str(report) and unsaid not in str(report), str(report)
-
-
 def test_a_factor_of_one_is_no_cause_and_few_of_many_gradients_decide_nothing():
     def deviations(*factors: float) -> list[Deviation]:
         clear = [Deviation(f"p{i}", 1.0, 1e-5, factor, 1e-4) for i, factor in enumerate(factors)]

@@ -29,8 +29,10 @@ class PipelineOptions:
         schedule: ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``InterleavedZeroBubble`` or ``ZBVZeroBubble``.
         stages_per_rank: None for what the schedule needs at least: 1, or 2 of the last three.
         width: Of the residual stream; None reads ``model.config.dim``.
-        tied: Modules of the first stage whose weights the last stage needs too; None: the token embedding, where
-            ``model.config.tie_weights``.
+        tied: Modules of the first stage whose parameters the last stage needs too, and that stay equal; None:
+            ``model.tied_modules``, or the token embedding where ``model.config.tie_weights``. A last stage whose own
+            modules share those parameters (``head.weight is token_embedding.weight``) has them by these names only;
+            else it keeps the module, and the model's forward must not embed what is no token.
         loss: ``loss(output, labels, num_valid_tokens=…)`` of a microbatch; None is ``token_loss``.
     """
 
@@ -177,19 +179,22 @@ def _make_pipeline(
 ) -> Pipeline:
     from dtcp.loss import token_loss
     from dtcp.parallelize.pipeline import Pipeline
-    from dtcp.parallelize.stages import split_into_stages
+    from dtcp.parallelize.shared import shared_buffers, tied_parameters
+    from dtcp.parallelize.stages import all_stages, split_into_stages
 
-    config: Any = getattr(model, "config", None)
-    tied = options.tied
-    if tied is None:
-        default = ("token_embedding",) if getattr(config, "tie_weights", False) else ()
-        tied = getattr(model, "tied_modules", default)
+    tied = _tied_modules(model, options)
+    # What stages share is known before FSDP2 puts other parameters in place.
+    every = all_stages(
+        model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
+    )
+    names, constant_buffers = tied_parameters(every[0], every[-1], tied), shared_buffers(every)
     stages, num_stages = split_into_stages(
         model, dims, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
     )
     for stage in stages.values():
         # Gathered once for all microbatches of a step, not for each.
         _shard(stage, dims, sharding, reshard_after_forward=False)
+    config: Any = getattr(model, "config", None)
     return Pipeline(
         stages,
         dims,
@@ -199,8 +204,17 @@ def _make_pipeline(
         schedule=options.schedule,
         dtype=sharding["param_dtype"] or next(model.parameters()).dtype,
         loss=options.loss or token_loss,
-        tied=[f"{name}.weight" for name in tied],
+        tied=names,
+        constant_buffers=constant_buffers,
     )
+
+
+def _tied_modules(model: nn.Module, options: PipelineOptions) -> Sequence[str]:
+    if options.tied is not None:
+        return options.tied
+    config: Any = getattr(model, "config", None)
+    default = ("token_embedding",) if getattr(config, "tie_weights", False) else ()
+    return getattr(model, "tied_modules", default)
 
 
 def _check(
@@ -224,3 +238,10 @@ def _check(
             f"{type(model).__name__} has a block in model.layers several times, which stages on different ranks cannot "
             f"share, got pp={dims.pp}; use pp=1"
         )
+    if dims.pp > 1 and isinstance(model.layers, nn.ModuleDict):
+        from dtcp.parallelize.stages import all_stages
+
+        # Before anything is cut: what a stage shares with another is refused while the model is whole.
+        options = pipeline or PipelineOptions()
+        tied = _tied_modules(model, options)
+        all_stages(model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied)
