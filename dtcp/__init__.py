@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dtcp.attention.api import context_parallel_attention
+    from dtcp.attention.measure import measure_rates
+    from dtcp.attention.predict import Rates
     from dtcp.attention.reference import reference_attention
     from dtcp.dispatch.context import context_parallel
     from dtcp.dispatch.tagged import as_dtensor
@@ -53,6 +55,7 @@ _HOME = {
     "ModelWithDropout": "dtcp.dropout",
     "ParallelDims": "dtcp.mesh",
     "Pipeline": "dtcp.parallelize.pipeline",
+    "Rates": "dtcp.attention.predict",
     "ReplicatedParameters": "dtcp.parallelize.styles",
     "SequenceLayout": "dtcp.layout",
     "SequenceParallelDropout": "dtcp.parallelize.dropout",
@@ -73,6 +76,7 @@ _HOME = {
     "linear_token_loss": "dtcp.linear_loss",
     "load_safetensors": "dtcp.models.hf",
     "make_layout": "dtcp.layout",
+    "measure_rates": "dtcp.attention.measure",
     "name_dropouts": "dtcp.dropout",
     "reduce_gradients": "dtcp.parallelize.gradients",
     "reference_attention": "dtcp.attention.reference",
@@ -94,6 +98,7 @@ __all__ = [
     "ParallelDims",
     "Pipeline",
     "PipelineOptions",
+    "Rates",
     "ReplicatedParameters",
     "SequenceLayout",
     "SequenceParallelDropout",
@@ -116,6 +121,7 @@ __all__ = [
     "linear_token_loss",
     "load_safetensors",
     "make_layout",
+    "measure_rates",
     "name_dropouts",
     "parallelize",
     "reduce_gradients",

@@ -267,14 +267,17 @@ class ModelWithDropout(nn.Module):
 
     Attributes:
         dropout_seed: Of all masks; read when ``set_sequence`` is called.
+        told_rows: Rows of the global batch that it was told, int64 (B,); None: none.
     """
 
     dropout_seed: int = 0
+    told_rows: Tensor | None = None
     _dropout_state: tuple[Tensor, Tensor | None] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._dropout_state = None  # a copy has to be told its own step: only then can a recomputation restore it
+        # A copy has to be told its own step: only then can a recomputation restore it.
+        self._dropout_state = self.told_rows = None
 
     @property
     def has_dropout(self) -> bool:
@@ -289,13 +292,18 @@ class ModelWithDropout(nn.Module):
             rows: B integers; None is ``range(B)``.
         """
         if step is None:
-            self._dropout_state = None
+            self._dropout_state = self.told_rows = None
             return
         restored_in_recomputation(self, ("_dropout_state",))
         if rows is not None and not isinstance(rows, Tensor):
             rows = torch.tensor(list(rows), dtype=torch.int64)
         # Tensors, not ints: a compiled model would be compiled again for each step.
-        self._dropout_state = _stream(self.dropout_seed, step), rows
+        self._dropout_state, self.told_rows = (_stream(self.dropout_seed, step), rows), rows
+
+    def select_told_rows(self, rows: slice) -> None:
+        """Say which of the told rows the next forwards hold, as a pipeline does for each microbatch."""
+        assert self._dropout_state is not None and self.told_rows is not None
+        self._dropout_state = self._dropout_state[0], self.told_rows[rows]
 
     def keys_of(self, positions: Tensor, num_rows: int) -> Tensor:
         """Return keys (B, S) of a forward that was given none; drawn where nobody told the step.

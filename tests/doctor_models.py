@@ -1,8 +1,11 @@
 """Models and plans of a user's own, that the doctor's tests name by import path."""
 
+import types
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import get_rank, get_world_size
 
 import dtcp
 
@@ -194,6 +197,90 @@ def make_with_clipping_hook() -> nn.Module:
     model = Model()
     model.layers[0].qkv.weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
     return model
+
+
+class MixingRows(Model):
+    """Adds to each row a little of all rows that are in the batch with it."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = super().forward(tokens, positions)
+        return logits + 0.3 * logits.mean(0, keepdim=True)
+
+
+def make_that_mixes_rows() -> nn.Module:
+    return MixingRows()
+
+
+class Divided(torch.autograd.Function):
+    """The identity, with a gradient that is divided by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad / get_world_size()
+
+
+class ByWorld(Model):
+    """Scales its logits by what it is told of the world: in the forward, in the backward, or when it was made."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.size = where, get_world_size()
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = super().forward(tokens, positions)
+        match self.where:
+            case "forward":
+                return logits * get_world_size()
+            case "backward":
+                return Divided.apply(logits)
+            case _:
+                return logits * self.size
+
+
+def make_by_world_in_forward() -> nn.Module:
+    return ByWorld("forward")
+
+
+def make_by_world_in_backward() -> nn.Module:
+    return ByWorld("backward")
+
+
+def make_by_world() -> nn.Module:
+    return ByWorld("construction")
+
+
+def make_that_tells_the_world() -> nn.Module:
+    """Asks for its rank and computes nothing by it."""
+    model = Model()
+    model.seen = []
+    model.register_forward_hook(lambda *_: model.seen.append(get_rank()))
+    return model
+
+
+class Staged(Model):
+    """Can be cut into pipeline stages; its head is the embedding."""
+
+    first_modules, last_modules, tied_modules = ("embedding", "positions"), ("head",), ("embedding",)
+    config = types.SimpleNamespace(dim=WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(self.layers)})
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = tokens if self.embedding is None else self.embedding(tokens) + self.positions(positions)
+        for block in self.layers.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def make_staged() -> nn.Module:
+    return Staged()
 
 
 def make_frozen() -> nn.Module:

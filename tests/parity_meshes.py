@@ -52,6 +52,8 @@ class Row:
         """Of the job."""
         found = [f"mesh.{axis}={degree}" for axis, degree in self.degrees.items()]
         found += [f"attention.layout={self.layout}", f"attention.strategy={self.strategy}"]
+        if self.strategy == "hybrid":
+            found.append(f"attention.ulysses_degree={self.degrees['cp']}")
         found += [
             f"activation_checkpointing.mode={self.checkpointing}",
             f"training.compile={str(self.compile).lower()}",
@@ -71,21 +73,21 @@ ROWS = [
     Row("tp2+SP", "llama", compile=True),
     Row("tp4+SP", "gpt"),
     Row("tp4+SP", "llama", checkpointing="full"),
-    Row("cp2 tp2+SP", "gpt", "striped", "ring", compile=True),
+    Row("cp2 tp2+SP", "gpt", "striped", "ulysses", compile=True),
     Row("cp2 tp2+SP", "llama", "head_tail", "all_gather", "selective"),
     Row("cp3 tp2+SP", "gpt", "contiguous", "all_gather", "full"),
-    Row("cp3 tp2+SP", "llama", "head_tail", "ring"),
+    Row("cp3 tp2+SP", "llama", "head_tail", "exchange"),
     Row("dp_replicate2 cp2 tp2+SP", "gpt", "head_tail", "ring"),
-    Row("dp_replicate2 cp2 tp2+SP", "llama", "striped", "all_gather", "full"),
+    Row("dp_replicate2 cp2 tp2+SP", "llama", "striped", "exchange", "full"),
     Row("pp2", "gpt", checkpointing="selective", schedule="GPipe"),
     Row("pp2", "llama", checkpointing="full"),
-    Row("pp2 cp2", "gpt", "head_tail", "all_gather", "full"),
-    Row("pp2 cp2", "llama", "contiguous", "ring", compile=True),
+    Row("pp2 cp2", "gpt", "head_tail", "ulysses", "full"),
+    Row("pp2 cp2", "llama", "contiguous", "exchange", compile=True),
     Row("pp2 tp2+SP", "gpt"),
     Row("pp2 tp2+SP", "llama", checkpointing="selective", schedule="GPipe"),
     Row("pp2 cp2 tp2+SP", "gpt", "striped", "ring", "selective"),
-    Row("pp2 cp2 tp2+SP", "llama", "head_tail", "all_gather"),
-    Row("dp2 cp2 tp2+SP", "gpt", "contiguous", "all_gather"),
+    Row("pp2 cp2 tp2+SP", "llama", "head_tail", "ulysses"),
+    Row("dp2 cp2 tp2+SP", "gpt", "contiguous", "hybrid"),
     Row("dp2 cp2 tp2+SP", "llama", "striped", "ring", "selective"),
 ]
 # fmt: on

@@ -73,7 +73,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"strategy": "rings"},
         ValueError,
-        "strategy must be one of ring, all_gather, exchange, ulysses, hybrid, got 'rings'",
+        "strategy must be one of ring, all_gather, exchange, ulysses, hybrid, auto, got 'rings'",
     ),
     (
         {"strategy": "ulysses", "shapes": [(2, 1, 8, 16)] * 3},

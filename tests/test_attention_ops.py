@@ -195,7 +195,7 @@ def check_opcheck(rank: int, world: int, strategy: str) -> None:
         (masks, (6, -1), None, 0.0, 0),
     ):
         how = resolved_strategy(**{"ulysses_degree": None, **options_of(strategy, world)}, cp=world)
-        constants = (group_name, True, *window, 0.0, 0.25, *how, "auto", p, head_offset, "")
+        constants = (group_name, True, *window, 0.0, 0.25, *how[:3], "auto", p, head_offset, "")
         check_opcheck_of((q, k, v), (layout.state, layout.state, *given, dropout_keys, *constants))
 
 

@@ -63,7 +63,7 @@ def test_the_table_has_a_row_for_each_configuration_and_names_its_units(outputs)
             assert sum(line[:6] == [seq_len, mask, "–", "1", "process:", by] for line in lines) == 1
         for layout in ("contiguous", "head_tail", "striped", *(["per_document"] if mask == "documents" else [])):
             assert sum(line[:3] == [seq_len, mask, layout] and len(line) == 8 for line in lines) >= 1, "its pairs"
-            for strategy in ("ring", "all_gather"):
+            for strategy in ("ring", "all_gather", "exchange", "ulysses"):
                 found = sum(line[:4] == [seq_len, mask, layout, strategy] for line in lines)
                 assert found == 2, "one of time, one of bytes"
     assert "≠" not in table and "…" not in table
@@ -71,7 +71,7 @@ def test_the_table_has_a_row_for_each_configuration_and_names_its_units(outputs)
 
 def test_records_have_times_ratios_and_the_environment(outputs):
     _, records, _ = outputs
-    assert len(records) == 2 * (2 + 3 * 2) + 2 * (2 + 4 * 2)
+    assert len(records) == 2 * (2 + 3 * 4) + 2 * (2 + 4 * 4)
     singles = {}
     for record in records:
         assert record["num_ranks"] == 2 and record["dtype"] == "float32" and record["environment"]["torch_version"]
@@ -115,17 +115,28 @@ def test_bytes_are_the_closed_form(outputs):
         ("ring", "contiguous"): ([M, 0], [0, M]),
         ("ring", "head_tail"): ([M // 2, M], [M, M // 2]),
         ("ring", "striped"): ([M, M - 1], [M - 1, M]),
+        ("exchange", "contiguous"): ([M, 0], [0, M]),
+        ("exchange", "head_tail"): ([M // 2, M], [M, M // 2]),
+        # Token 2i+1 is seen by what comes after it: all but the last of each rank by the other, token 62 by token 63.
+        ("exchange", "striped"): ([M, M - 1], [M - 1, M]),
     }
+    # Two of four query heads and one of two key heads there, two of the output back; gradients the other way.
+    ulysses = 32 * 16 * 4 * (2 + 2 * 1 + 2)
     for record in records:
         if record["layout"] is None or record["mask"] != "causal":
             continue
         passed, returned = rows.get((record["strategy"], record["layout"]), ([M, M], [M, M]))
         forward, backward = record["forward_sent_bytes_by_rank"], record["backward_sent_bytes_by_rank"]
         assert record["agreement_sent_bytes_by_rank"] == [2 * 256] * 2, "of the forward and of the backward"
-        if record["seq_len_tokens"] == 64:
+        if record["strategy"] == "ulysses" and record["seq_len_tokens"] == 64:
+            assert forward == backward == [ulysses] * 2 == record["forward_closed_form_bytes_by_rank"]
+        elif record["seq_len_tokens"] == 64:
             assert forward == [p * ROW_BYTES for p in passed]
             assert backward == [(p + r) * ROW_BYTES for p, r in zip(passed, returned, strict=True)]
             assert record["forward_closed_form_bytes_by_rank"] == forward
+            assert record["backward_closed_form_bytes_by_rank"] == backward
+        elif record["strategy"] in ("exchange", "ulysses"):
+            assert record["forward_closed_form_bytes_by_rank"] == forward, "pads or not"
             assert record["backward_closed_form_bytes_by_rank"] == backward
         else:
             assert min(sum(forward), sum(backward)) > 0
@@ -182,7 +193,10 @@ def test_head_tail_ring_saves_a_quarter_of_the_bytes_in_the_mean(num_ranks):
             "--lengths must add up to --seq-len, got 63 and 64",
         ),
         (["--mask", "documents", "--lengths", "-1"], "--lengths"),
-        (["--strategy", "rings"], "strategy must be one of ring, all_gather, got 'rings'"),
+        (["--strategy", "rings"], "exchange, ulysses, hybrid, auto, got 'rings'"),
+        (["--strategy", "hybrid"], "strategy='hybrid' needs ulysses_degree"),
+        (["--strategy", "hybrid:3"], "ulysses_degree=3 must divide the 2 ranks"),
+        (["--strategy", "ulysses", "--heads", "1"], "1 query heads cannot be cut among 2 ranks"),
         (["--dtype", "int8"], "int8"),
         (["--device", "cuda", "--nproc", "4096"], "--device cuda needs a device for each rank"),
         (["--json", "no/such/folder/x.json"], "--json needs a file in a folder that can be written"),
@@ -383,14 +397,14 @@ class Fake:
     [
         ("raise", r"rank 1 raised: Traceback(.|\n)*lost the way"),
         ("die", "rank 1 died: exit code -9"),
-        ("hang", r"rank\(s\) \[0, 1\] gave no answer within 3 s"),
+        ("hang", r"rank\(s\) \[0, 1\] gave no answer within 6 s"),
     ],
 )
 def test_a_rank_that_fails_ends_all_of_them(how, message):
     from attention_bench.problem import BenchmarkError
     from attention_bench.ranks import Ranks
 
-    with pytest.raises(BenchmarkError, match=message), Ranks(2, Fake, timeout=3 if how == "hang" else 30) as ranks:
+    with pytest.raises(BenchmarkError, match=message), Ranks(2, Fake, timeout=6 if how == "hang" else 30) as ranks:
         pids = ranks.ask("pid")
         ranks.ask("fail", how)
     for pid in pids:

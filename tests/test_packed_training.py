@@ -82,16 +82,27 @@ class Case:
         return "-".join([self.model, *(part.split(".")[-1] for part in parts)])
 
 
+EXCHANGE, ULYSSES = "attention.strategy=exchange", "attention.strategy=ulysses"
+HYBRID = ("attention.strategy=hybrid", "attention.ulysses_degree=2")
+
 CASES = [
     Case("mesh.cp=2", 2, "llama", ("attention.layout=per_document",), WINDOW),
     Case("mesh.cp=2", 2, "gpt", ("attention.layout=head_tail", "training.local_batch_size=1")),
-    Case("mesh.cp=2", 2, "gpt", ("attention.layout=striped",), ("data.reset_positions=false",)),
+    Case("mesh.cp=2", 2, "gpt", ("attention.layout=striped", EXCHANGE), ("data.reset_positions=false",)),
     Case("mesh.cp=2", 2, "gpt", ("attention.layout=per_document",), ("model.dropout=0.1", "optimizer.eps=1e-5")),
     Case("mesh.cp=4", 4, "llama", ("attention.layout=per_document", "attention.strategy=all_gather")),
-    Case("mesh.cp=4", 4, "gpt", ("attention.layout=contiguous",), WINDOW),
-    Case("mesh.cp=2 mesh.tp=2", 4, "llama", ("attention.layout=per_document",), WINDOW),
-    Case("mesh.cp=2 mesh.tp=2", 4, "gpt", ("tensor_parallel.sequence_parallel=false",), WINDOW),
-    Case("mesh.pp=2 mesh.cp=2", 4, "llama", ("attention.layout=per_document", "training.local_batch_size=1"), WINDOW),
+    Case("mesh.cp=4", 4, "gpt", ("attention.layout=contiguous", EXCHANGE), WINDOW),
+    Case("mesh.cp=4", 4, "llama", ("attention.layout=per_document", *HYBRID), WINDOW),
+    Case("mesh.cp=2", 2, "llama", ("attention.layout=per_document", ULYSSES), WINDOW),
+    Case("mesh.cp=2 mesh.tp=2", 4, "llama", ("attention.layout=per_document", EXCHANGE), WINDOW),
+    Case("mesh.cp=2 mesh.tp=2", 4, "gpt", ("tensor_parallel.sequence_parallel=false", ULYSSES), WINDOW),
+    Case(
+        "mesh.pp=2 mesh.cp=2",
+        4,
+        "llama",
+        ("attention.layout=per_document", "training.local_batch_size=1", EXCHANGE),
+        WINDOW,
+    ),
     Case("mesh.pp=2 mesh.cp=2", 4, "gpt", ("training.local_batch_size=2", "activation_checkpointing.mode=full")),
     Case("mesh.pp=2", 2, "llama", ("training.local_batch_size=1",)),
     Case("mesh.tp=2", 2, "llama", ("attention.layout=per_document",), WINDOW),

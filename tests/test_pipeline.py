@@ -263,6 +263,18 @@ def test_zero_bubble_refuses_compiled_stages(ranks):
     ranks.run_expecting(2, build_zero_bubble, NotImplementedError, pattern, cell)
 
 
+def build_selective(rank: int, world: int) -> None:
+    dims = dtcp.ParallelDims(pp=world, world_size=world)
+    dims.build_mesh("cpu")
+    options = dtcp.PipelineOptions("ZBVZeroBubble")
+    dtcp.parallelize(make_model("llama"), dims, activation_checkpointing="selective", pipeline=options)
+
+
+def test_zero_bubble_refuses_selective_checkpoints_before_the_first_step(ranks):
+    pattern = "schedule ZBVZeroBubble goes .* 'selective' .* use 'full' or 'none'"
+    ranks.run_expecting(2, build_selective, NotImplementedError, pattern)
+
+
 def check_warning(rank: int, world: int) -> None:
     with pytest.warns(UserWarning, match="recomputes the layers twice"):
         build_zero_bubble(rank, world, Cell("ZBVZeroBubble", "llama", checkpointed=True))
@@ -270,3 +282,51 @@ def check_warning(rank: int, world: int) -> None:
 
 def test_zero_bubble_warns_of_activation_checkpointing(ranks):
     ranks.run(2, check_warning)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def check_told_rows(rank: int, world: int, schedule: str, mode: str) -> None:
+    """The same gradients whether keys come with the step, or stages make them of the rows that they were told."""
+    dims = dtcp.ParallelDims(pp=world, world_size=world)
+    dims.build_mesh("cpu")
+    tokens, labels, positions = make_batch()
+    rows, layout = [7, 2, 5, 11], dtcp.make_layout("contiguous", seq_len=SEQ_LEN, cp=1)
+    options: dict[str, Any] = {"num_microbatches": 2, "num_valid_tokens": 9, "positions": positions}
+    gradients = []
+    for is_told in (False, True):
+        model = build_model("gpt_tiny", seed=3, num_layers=4, dim=WIDTH, dropout=0.3)
+        pipeline: Any = dtcp.parallelize(
+            model, dims, activation_checkpointing=mode, pipeline=dtcp.PipelineOptions(schedule)
+        )
+        keys = {}
+        if is_told:
+            dtcp.set_sequence(pipeline, layout, step=3, rows=rows)
+        else:
+            keys = {"dropout_keys": dtcp.dropout_keys(seed=0, step=3, rows=rows, positions=positions)}
+        for _ in range(2):  # what was told stays: it holds for a second step too
+            pipeline.zero_grad()
+            pipeline.forward_backward(tokens, labels, **options, **keys)
+        gradients.append({name: p.grad for name, p in pipeline.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient), name
+
+
+@pytest.mark.parametrize(("schedule", "mode"), [("1F1B", "full"), ("Interleaved1F1B", "none")])
+def test_stages_take_the_rows_of_their_microbatch_from_all_that_they_were_told(ranks, schedule, mode):
+    ranks.run(2, check_told_rows, schedule, mode)
+
+
+def tell_rows_of_one_microbatch(rank: int, world: int) -> None:
+    dims = dtcp.ParallelDims(pp=world, world_size=world)
+    dims.build_mesh("cpu")
+    tokens, labels, positions = make_batch()
+    pipeline: Any = dtcp.parallelize(build_model("gpt_tiny", seed=3, num_layers=2, dim=WIDTH, dropout=0.3), dims)
+    dtcp.set_sequence(pipeline, dtcp.make_layout("contiguous", seq_len=SEQ_LEN, cp=1), step=3, rows=[7, 2])
+    pipeline.forward_backward(tokens, labels, num_microbatches=2, num_valid_tokens=9, positions=positions)
+
+
+def test_rows_of_one_microbatch_are_refused_where_those_of_the_step_are_wanted(ranks):
+    pattern = r"was told 2 row\(s\) of the global batch, this step has 4 in 2 microbatches; tell it all of them"
+    ranks.run_expecting(2, tell_rows_of_one_microbatch, ValueError, pattern)

@@ -32,6 +32,8 @@ class Case:
         return "-".join([self.model, mesh, self.schedule, *(o.partition(".")[2] for o in self.options)])
 
 
+EXCHANGE = "attention.strategy=exchange"
+
 CASES = [
     Case("mesh.pp=2", 2, "1F1B", "gpt"),
     Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, steps=4),
@@ -49,9 +51,16 @@ CASES = [
     Case("mesh.pp=2 mesh.tp=2", 4, "ZBVZeroBubble", "llama", 4, ("model.tie_weights=false",)),
     Case("mesh.pp=2 mesh.tp=2", 4, "GPipe", "llama", 2, ("tensor_parallel.sequence_parallel=false",)),
     Case("mesh.pp=2 mesh.tp=2", 4, "1F1B", "gpt", 2, ("activation_checkpointing.mode=selective",)),
-    Case("mesh.pp=2 mesh.cp=2", 4, "Interleaved1F1B", "llama", 4, ("training.compile=true",)),
+    Case(
+        "mesh.pp=2 mesh.cp=2",
+        4,
+        "Interleaved1F1B",
+        "llama",
+        4,
+        ("training.compile=true", "attention.strategy=ulysses"),
+    ),
     Case("mesh.pp=4", 4, "GPipe", "llama", 4, ("activation_checkpointing.mode=full",)),
-    Case("mesh.pp=2 mesh.cp=2 mesh.tp=2", 8, "1F1B", "gpt", 2, ("attention.layout=striped",)),
+    Case("mesh.pp=2 mesh.cp=2 mesh.tp=2", 8, "1F1B", "gpt", 2, ("attention.layout=striped", EXCHANGE)),
     Case("mesh.pp=2 mesh.dp_replicate=2 mesh.cp=2", 8, "1F1B", "llama", 2, ("attention.strategy=all_gather",)),
 ]
 IN_QUICK_RUN = CASES[1:3]

@@ -58,7 +58,7 @@ def slow(case: Case) -> object:
 
 CASES = [
     Case("mesh.tp=2", 2),
-    slow(Case("mesh.cp=2", 2, "debugmodel", tail, ("attention.layout=contiguous",))),
+    slow(Case("mesh.cp=2", 2, "debugmodel", tail, ("attention.layout=contiguous", "attention.strategy=exchange"))),
     slow(Case("mesh.cp=3", 3, "small_tied", nothing, ("attention.layout=striped", COMPILED))),
     slow(Case("mesh.tp=2", 2, "small", tail, (PLAIN,))),
     slow(Case("mesh.tp=2", 2, "small_tied", scattered, (COMPILED,))),
@@ -67,7 +67,7 @@ CASES = [
     slow(Case("mesh.cp=2 mesh.tp=2", 4, "debugmodel")),
     slow(Case("mesh.cp=2 mesh.tp=2", 4, "small", nothing, (PLAIN, "attention.strategy=all_gather"), 96)),
     slow(Case("mesh.cp=2 mesh.tp=2", 4, "small", tail, (COMPILED, "activation_checkpointing.mode=selective"))),
-    slow(Case("mesh.cp=2 mesh.dp_shard=2", 4, "small")),
+    slow(Case("mesh.cp=2 mesh.dp_shard=2", 4, "small", nothing, ("attention.strategy=ulysses",))),
     slow(Case("mesh.cp=2 mesh.dp_replicate=2", 4, "small_tied", tail, ("training.loss_chunk_tokens=32",))),
     slow(Case("mesh.dp_shard=2 mesh.tp=2", 4, "small_tied", nothing, ("training.local_batch_size=1",))),
     slow(Case("mesh.pp=2", 2, "small", scattered, PIPELINE)),

@@ -6,6 +6,7 @@ above the tolerance.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -34,6 +35,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         attention = [f"attention.strategy={self.strategy}", f"attention.layout={self.layout}"]
+        attention += ["attention.ulysses_degree=2"] * (self.strategy == "hybrid")
         return [*self.mesh.split(), *attention, *job(self.model, self.seq_len)]
 
     def __str__(self) -> str:
@@ -49,11 +51,11 @@ def job(model: str, seq_len: int, steps: int = STEPS) -> list[str]:
 # contiguous layout, `scattered` all of the second dp rank.
 CASES = [
     pytest.param(Case("mesh.cp=2", 2, "ring", "head_tail", "gpt", nothing, 97), marks=pytest.mark.slow),
-    pytest.param(Case("mesh.cp=2", 2, "all_gather", "contiguous", "llama", tail, 96), marks=pytest.mark.slow),
-    Case("mesh.cp=3", 3, "ring", "striped", "gpt", scattered, 97),
+    pytest.param(Case("mesh.cp=2", 2, "ulysses", "contiguous", "llama", tail, 96), marks=pytest.mark.slow),
+    Case("mesh.cp=3", 3, "exchange", "striped", "gpt", scattered, 97),
     pytest.param(Case("mesh.cp=3", 3, "all_gather", "head_tail", "llama", scattered, 97), marks=pytest.mark.slow),
     pytest.param(Case("mesh.cp=4", 4, "ring", "contiguous", "llama", tail, 96), marks=pytest.mark.slow),
-    pytest.param(Case("mesh.cp=4", 4, "all_gather", "striped", "gpt", nothing, 97), marks=pytest.mark.slow),
+    pytest.param(Case("mesh.cp=4", 4, "hybrid", "striped", "gpt", nothing, 97), marks=pytest.mark.slow),
     pytest.param(
         Case("mesh.cp=2 mesh.dp_shard=2", 4, "ring", "striped", "llama", scattered, 97), marks=pytest.mark.slow
     ),
@@ -117,15 +119,17 @@ def dropped_cross_rank_attention() -> Iterator[None]:
 @contextmanager
 def first_keys_in_backward() -> Iterator[None]:
     """The backward takes the keys and values that came first for those of every later hop. Right at cp=2."""
-    from dtcp.attention import strategies
+    from dtcp.attention.gradients import Gradients
 
-    def add_part(self, source, tiles, key, value, part, rows):
-        if not hasattr(self, "first"):
-            self.first = (key.clone(), value.clone())
-        right(self, source, tiles, *self.first, part, rows)
+    first = weakref.WeakKeyDictionary()  # by backward
 
-    right = strategies._Grads.add_part
-    with mock.patch.object(strategies._Grads, "add_part", add_part):
+    def add_part(self, held, tiles, part):
+        if self not in first:
+            first[self] = tuple(x.clone() for x in held.parts[None][:2])
+        right(self, dataclasses.replace(held, parts={None: (*first[self], 0)}), tiles, part)
+
+    right = Gradients.add_part
+    with mock.patch.object(Gradients, "add_part", add_part):
         yield
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
 from dtcp import collectives
-from dtcp.attention.arguments import ResolvedStrategy, resolved_strategy
+from dtcp.attention.arguments import resolved_strategy
 from dtcp.mesh import ParallelDims
 from masked import MaskedCase
 from oracle import GRADIENT_NAMES, Case, all_pairs, make_problem, solve
@@ -192,8 +192,8 @@ def test_the_ring_of_a_hybrid_crosses_to_another_node_once_for_each_of_its_ranks
 
 
 def test_one_level_is_what_is_left_where_a_node_has_all_ranks_or_one():
-    def resolved(strategy: str, cp: int, ranks_per_node: int | None, degree: int | None = None) -> ResolvedStrategy:
-        return resolved_strategy(strategy, degree, cp, ranks_per_node=ranks_per_node)
+    def resolved(strategy: str, cp: int, ranks_per_node: int | None, degree: int | None = None) -> tuple[Any, ...]:
+        return resolved_strategy(strategy, degree, cp, ranks_per_node=ranks_per_node)[:3]
 
     assert resolved("ring", 8, 4) == ("ring", 1, 4) and resolved("all_gather", 8, 2) == ("all_gather", 1, 2)
     assert {resolved("ring", 8, n) for n in (None, 1, 8, 9, 16)} == {("ring", 1, 1)}
@@ -214,6 +214,7 @@ def test_one_level_is_what_is_left_where_a_node_has_all_ranks_or_one():
         ({"ranks_per_node": "2"}, "got '2'"),
         ({"strategy": "exchange", "ranks_per_node": 2}, "no meaning for strategy='exchange'.*leave it None, or use"),
         ({"strategy": "ulysses", "ranks_per_node": 8}, "ranks_per_node=8 has no meaning for strategy='ulysses'"),
+        ({"strategy": "auto", "ranks_per_node": 2}, "no meaning for strategy='auto', which predicts for one kind of"),
         (
             {"strategy": "hybrid", "ulysses_degree": 2, "ranks_per_node": 3},
             "ulysses_degree=2 must divide ranks_per_node=3, since .*use one of 1, 3, or leave ranks_per_node None",

@@ -5,6 +5,7 @@
     python tools/bench_attention.py --nproc 4 --seq-len 8192 --heads 8 --kv-heads 2 --dtype bfloat16 --strategy ring
     python tools/bench_attention.py --mask documents window sinks --seq-len 4096          each with every layout
     python tools/bench_attention.py --mask window --window 128 256 512 1024 2048 4096     work follows the window
+    python tools/bench_attention.py --simulate                   predict on paper; --simulate --help
     python tools/bench_attention.py --json results.json          the tables, and the records in a file
 
 The ranks are started here, one thread each. The single process computes the same mask in two ways: by the fastest
@@ -21,7 +22,8 @@ counted.
              needs for its attention alone, at the speed of the single process, whatever the strategy
   pairs      allowed: what the mask lets queries see; computed: the tiles of all ranks, under a mask the whole rectangle
   bytes      keys, values and their gradients sent by a rank, copies to itself excluded, beside the closed form of
-             the strategy (none where the sequence is padded, nor where what a ring sends follows from a mask)
+             the strategy (none for a ring where the sequence is padded or what it sends follows from a mask, nor for
+             hybrid; of exchange the keys that other ranks see, looked at one by one)
 
 Masks, causal but for full and prefix_lm:
   causal, full        documents (--lengths)          documents_stdlib: a packed row of the .py files of Python's library
@@ -39,34 +41,30 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import torch
+from attention_bench.arguments import Parser, check_json, positive
 from attention_bench.masks import DEFAULT_WINDOW, MASK_NAMES, WITH_DOCUMENTS, WITH_LENGTHS, WITH_WINDOW
 from attention_bench.measure import benchmark
-from attention_bench.problem import TOLERANCES, BenchmarkError, Case, Configuration, MaskChoice, Problem
+from attention_bench.paper import simulate
+from attention_bench.problem import (
+    TOLERANCES,
+    BenchmarkError,
+    Case,
+    Configuration,
+    MaskChoice,
+    Problem,
+    strategy_arguments,
+)
 from attention_bench.report import describe_environment, make_records
 from attention_bench.tables import print_tables
 from rich.console import Console
 
 import dtcp
-from dtcp.attention.arguments import check_strategy
-from dtcp.attention.strategies import STRATEGY_NAMES
+from dtcp.attention.arguments import STRATEGY_NAMES, resolved_strategy
 from dtcp.layout import LAYOUT_NAMES
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
 
 
 def _length(text: str) -> int:
@@ -75,36 +73,38 @@ def _length(text: str) -> int:
     return int(text)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> Parser:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--nproc", type=_positive, default=2, metavar="N", help="ranks, and threads of the single process (2)")
-    add("--seq-len", type=_positive, nargs="+", default=[2048, 4096], metavar="S", help="tokens (2048 4096)")
-    add("--heads", type=_positive, default=4, metavar="HQ", help="query heads (4)")
-    add("--kv-heads", type=_positive, metavar="HKV", help="key and value heads, a divisor of the former (as many)")
-    add("--head-dim", type=_positive, default=64, metavar="D", help="64")
-    add("--batch", type=_positive, default=1, metavar="B", help="rows (1)")
+    add("--nproc", type=positive, default=2, metavar="N", help="ranks, and threads of the single process (2)")
+    add("--seq-len", type=positive, nargs="+", default=[2048, 4096], metavar="S", help="tokens (2048 4096)")
+    add("--heads", type=positive, default=4, metavar="HQ", help="query heads (4)")
+    add("--kv-heads", type=positive, metavar="HKV", help="key and value heads, a divisor of the former (as many)")
+    add("--head-dim", type=positive, default=64, metavar="D", help="64")
+    add("--batch", type=positive, default=1, metavar="B", help="rows (1)")
     add("--dtype", choices=TOLERANCES, default="float32", help="float32")
     layouts = f"of {', '.join(LAYOUT_NAMES)}, auto (all but auto; per_document where there are documents)"
     add("--layout", nargs="+", help=layouts)
-    add("--strategy", nargs="+", default=list(STRATEGY_NAMES), help=f"of {', '.join(STRATEGY_NAMES)} (all)")
+    strategies = f"of {', '.join(STRATEGY_NAMES)}; hybrid:U cuts heads over U ranks (all but hybrid and auto)"
+    add("--strategy", nargs="+", default=[n for n in STRATEGY_NAMES if n not in ("hybrid", "auto")], help=strategies)
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--mask", nargs="+", metavar="NAME", help=f"of {', '.join(MASK_NAMES)}; each by itself (causal)")
     mask.add_argument("--non-causal", dest="mask", action="store_const", const=["full"], help="--mask full")
     add("--lengths", type=_length, nargs="+", metavar="L", help="of the documents of a row (S/2, S/4, S/4)")
     window = f"tokens that a query sees, itself included; each by itself ({DEFAULT_WINDOW})"
-    add("--window", type=_positive, nargs="+", metavar="W", help=window)
+    add("--window", type=positive, nargs="+", metavar="W", help=window)
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--backward", action="store_true", default=True, help="forward and backward (default)")
     passes.add_argument("--forward-only", dest="backward", action="store_false", help="forward without a graph")
-    add("--repeats", type=_positive, default=7, metavar="R", help="measurements of each configuration (7)")
+    add("--repeats", type=positive, default=7, metavar="R", help="measurements of each configuration (7)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda (UNTESTED) if it has N devices")
-    add("--timeout", type=_positive, default=600, metavar="SECONDS", help="longest wait for the ranks (600)")
+    add("--timeout", type=positive, default=600, metavar="SECONDS", help="longest wait for the ranks (600)")
+    add("--simulate", action="store_true", help="predict instead, from rates; see --simulate --help for its options")
     add("--json", nargs="?", const="-", metavar="FILE", help="records to FILE; without FILE to stdout, and no tables")
     return parser
 
 
-def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[Problem, list[Configuration]]:
+def _checked(parser: Parser, arguments: argparse.Namespace) -> tuple[Problem, list[Configuration]]:
     a = arguments
     a.kv_heads = a.kv_heads or a.heads
     if a.heads % a.kv_heads:
@@ -118,15 +118,13 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         for layout in a.layout or ():
             dtcp.make_layout(layout, seq_len=1, cp=1, documents=dtcp.Documents.from_lengths([1]))
         for strategy in a.strategy:
-            check_strategy(strategy, None)
+            resolved_strategy(**strategy_arguments(strategy), cp=a.nproc, num_heads=a.heads)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     without = next((str(case.mask) for case in cases if case.mask.name not in WITH_DOCUMENTS), None)
     if a.layout and "per_document" in a.layout and without:
         parser.error(f"--layout per_document needs documents, which --mask {without} has none of; measure it by itself")
-    folder = Path(a.json or "-").parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(a.json or "-").is_dir():
-        parser.error(f"--json needs a file in a folder that can be written, got {a.json}")
+    check_json(parser, a.json)
     problem = Problem(a.nproc, a.batch, a.heads, a.kv_heads, a.head_dim, a.dtype, a.backward, device)
     configurations = []
     for case in cases:
@@ -136,7 +134,7 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return problem, configurations
 
 
-def _cases(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Case]:
+def _cases(parser: Parser, arguments: argparse.Namespace) -> list[Case]:
     """Every length with every mask, and every window of those that have one."""
     a = arguments
     names = list(dict.fromkeys(a.mask or ["causal"]))
@@ -159,8 +157,12 @@ def _cases(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> li
 
 
 def main(argv: list[str] | None = None) -> int:
+    if "--simulate" in (sys.argv[1:] if argv is None else argv):
+        return simulate(argv)
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    if arguments.simulate:
+        parser.error("--simulate is not to be abbreviated: it has options of its own")
     problem, configurations = _checked(parser, arguments)
     environment = describe_environment(problem)
     try:

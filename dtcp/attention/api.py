@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from dtcp.attention.predict import Rates
     from dtcp.attention.scores import MaskMod
     from dtcp.documents import Documents
     from dtcp.layout import SequenceLayout
@@ -66,6 +67,7 @@ def context_parallel_attention(
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     ranks_per_node: int | None = None,
+    rates: Rates | None = None,
     kernel: str = "auto",
     qkv_format: str = "bhsd",
     return_lse: bool = False,
@@ -100,13 +102,16 @@ def context_parallel_attention(
             backward, float32 key gradients back to their owner), ``exchange`` (the same memory; each key goes from its
             owner to just the ranks whose queries see it, so that messages follow windows and documents),
             ``all_gather`` (the whole K and V on every rank), ``ulysses`` (each rank attends some heads of the whole
-            sequence, brought there and back by all-to-all; Hq >= cp) or ``hybrid`` (that among ``ulysses_degree``
-            adjacent ranks, and a ring over the rest).
+            sequence, brought there and back by all-to-all; Hq >= cp), ``hybrid`` (that among ``ulysses_degree``
+            adjacent ranks, and a ring over the rest), or ``auto``: the one that ``rates`` predict to take least for
+            these heads, lengths and masks, decided at the first call of a kind and logged. A compiled graph knows no
+            layout and no documents: it decides for a balanced layout without documents.
         ulysses_degree: For ``hybrid``: a divisor of cp, at most Hq. 1 is ``ring``, cp is ``ulysses``.
         ranks_per_node: For ``ring``, ``all_gather`` and ``hybrid``: adjacent ranks of the cp axis that share a node, a
             divisor of cp (and, for ``hybrid``, a multiple of ``ulysses_degree``). Keys and key gradients then cross to
             another node once for each of its ranks' network cards, and go on inside it. A ring of two levels has up to
             four kv shards per rank. None, and cp or more: one level.
+        rates: For ``auto``, equal on every rank; None for those of data sheets. ``measure_rates`` makes some.
         head_offset: Global index of the first query head, where heads are cut (tensor parallelism), for ``mask_mod``
             and dropout.
         dropout_p: Probability of dropping an attention weight, below 1. The mask is a function of the query's key,
@@ -139,12 +144,14 @@ def context_parallel_attention(
             mask_mod=mask_mod, sinks=sinks, attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap,
             head_offset=head_offset,
         )  # fmt: skip
-        check_strategy(strategy, ulysses_degree, ranks_per_node)
+        check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
         query, key, value, scale = prepare_inputs(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format=qkv_format
         )
         check_layouts(mesh, layout, kv_layout, positional_argument(is_causal, masks))
-        how = resolved_strategy(strategy, ulysses_degree, layout.cp, query.size(2), ranks_per_node=ranks_per_node)
+        how = resolved_strategy(
+            strategy, ulysses_degree, layout.cp, query.size(2), rates, ranks_per_node=ranks_per_node
+        )
         check_mask_shapes(masks, query.size(0), query.size(2), query.size(1), (kv_layout or layout).seq_len)
         check_kernel(kernel, query, value, scale, dropout_p, masks)
         rows = query.size(0), query.size(1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dtcp.attention.predict import Rates
 from dtcp.attention.scores import CallMasks
 from dtcp.collectives import check_mesh
 from dtcp.dtensor import is_dtensor
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
 QKV_FORMATS = ("bhsd", "bshd")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Of each strategy: what runs over the ranks that no all-to-all of heads brings together.
-_CORES = {"ring": "ring", "all_gather": "all_gather", "exchange": "exchange", "ulysses": "ring", "hybrid": "ring"}
+_CORES = {
+    "ring": "ring", "all_gather": "all_gather", "exchange": "exchange", "ulysses": "ring", "hybrid": "ring",
+    "auto": "auto",
+}  # fmt: skip
 STRATEGY_NAMES = tuple(_CORES)
-_WITHOUT_LEVELS = ("exchange", "ulysses")  # they pass nothing on
-_PLANNED_STRATEGIES = ("auto",)
+# What passes nothing on that could stay inside a node; and ``auto`` predicts for one kind of link.
+_WITHOUT_LEVELS = ("exchange", "ulysses", "auto")
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, qkv_format: str) -> None:
@@ -93,15 +97,18 @@ class ResolvedStrategy(NamedTuple):
     """A strategy as it travels through the attention ops.
 
     Attributes:
-        core: ``ring``, ``exchange`` or ``all_gather``.
+        core: ``ring``, ``exchange`` or ``all_gather``; ``auto`` as long as nothing is decided.
         ulysses_degree: Adjacent ranks among which heads are cut first; 1 for none.
         ranks_per_node: Adjacent ranks of the cp axis that share a node, where the core passes inside nodes and between
             them separately: a multiple of ``ulysses_degree``, less than cp. 1 for a core of one level.
+        cp, rates: The ranks for which ``auto`` decides, and by what; None for the rates of the device.
     """
 
     core: str
     ulysses_degree: int
     ranks_per_node: int = 1
+    cp: int = 1
+    rates: Rates | None = None
 
 
 RING = ResolvedStrategy("ring", 1)
@@ -112,11 +119,12 @@ def resolved_strategy(
     ulysses_degree: int | None,
     cp: int,
     num_heads: int | None = None,
+    rates: Rates | None = None,
     *,
     ranks_per_node: int | None = None,
 ) -> ResolvedStrategy:
     """Return what ``strategy`` means for ``cp`` ranks, or raise ValueError if they or the heads do not allow it."""
-    check_strategy(strategy, ulysses_degree, ranks_per_node)
+    check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
     degree = cp if strategy == "ulysses" else ulysses_degree or 1
     if cp % degree:
         raise ValueError(
@@ -125,7 +133,7 @@ def resolved_strategy(
         )
     if num_heads is not None:
         check_heads_of_ranks(num_heads, cp, degree)
-    return ResolvedStrategy(_CORES[strategy], degree, _levels(ranks_per_node or 1, degree, cp))
+    return ResolvedStrategy(_CORES[strategy], degree, _levels(ranks_per_node or 1, degree, cp), cp, rates)
 
 
 def _levels(ranks_per_node: int, degree: int, cp: int) -> int:
@@ -158,29 +166,47 @@ def check_heads_of_ranks(num_heads: int, cp: int, degree: int) -> None:
     )
 
 
-def check_strategy(strategy: str, ulysses_degree: int | None, ranks_per_node: int | None = None) -> None:
-    """Raise unless ``strategy`` exists, and ``ulysses_degree`` and ``ranks_per_node`` are what it takes."""
-    if strategy in _PLANNED_STRATEGIES:
-        raise NotImplementedError(f"strategy={strategy!r} is not available yet; use one of {', '.join(STRATEGY_NAMES)}")
+def check_strategy(
+    strategy: str, ulysses_degree: int | None, rates: Rates | None = None, ranks_per_node: int | None = None
+) -> None:
+    """Raise unless ``strategy`` exists, and ``ulysses_degree``, ``rates`` and ``ranks_per_node`` are what it takes."""
     if strategy not in STRATEGY_NAMES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGY_NAMES)}, got {strategy!r}")
-    if strategy == "hybrid":
-        if isinstance(ulysses_degree, bool) or not isinstance(ulysses_degree, int) or ulysses_degree < 1:
-            raise ValueError(
-                f"strategy='hybrid' needs ulysses_degree, the number of adjacent ranks among which heads are cut, got "
-                f"{ulysses_degree!r}; use a divisor of cp, 2 say"
-            )
-    elif ulysses_degree is not None:
+    is_degree = isinstance(ulysses_degree, int) and not isinstance(ulysses_degree, bool) and ulysses_degree > 0
+    if strategy == "hybrid" and not is_degree:
+        raise ValueError(
+            f"strategy='hybrid' needs ulysses_degree, the number of adjacent ranks among which heads are cut, got "
+            f"{ulysses_degree!r}; use a divisor of cp, 2 say"
+        )
+    if rates is not None:
+        check_rates(strategy, rates)
+    if strategy != "hybrid" and ulysses_degree is not None:
         raise ValueError(
             f"ulysses_degree={ulysses_degree} has no meaning for strategy={strategy!r}; leave it None, or use "
             "strategy='hybrid'"
         )
-    if ranks_per_node is None:
-        return
-    if strategy in _WITHOUT_LEVELS:
+    if ranks_per_node is not None:
+        _check_nodes(strategy, ranks_per_node)
+
+
+def check_rates(strategy: str, rates: Rates) -> None:
+    """Raise ValueError unless these are rates, and something that ``strategy`` looks at."""
+    if strategy != "auto":
+        raise ValueError(f"rates have no meaning for strategy={strategy!r}; leave them None, or use strategy='auto'")
+    if not (isinstance(rates, Rates) and min(rates[:2]) > 0 and min(rates[2:]) >= 0):
         raise ValueError(
-            f"ranks_per_node={ranks_per_node} has no meaning for strategy={strategy!r}, whose messages go straight "
-            "from one rank to another; leave it None, or use strategy='ring', 'all_gather' or 'hybrid'"
+            f"rates must be dtcp.Rates(kernel_flops, link_bytes, call_seconds=0.0, message_seconds=0.0) of positive "
+            f"numbers, got {rates!r}; dtcp.measure_rates(mesh) makes some"
+        )
+
+
+def _check_nodes(strategy: str, ranks_per_node: int) -> None:
+    """Raise ValueError unless it is a number of ranks, and something that ``strategy`` looks at."""
+    if strategy in _WITHOUT_LEVELS:
+        why = "which predicts for one kind of link" if strategy == "auto" else "which sends straight from rank to rank"
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} has no meaning for strategy={strategy!r}, {why}; leave it None, or use "
+            "strategy='ring', 'all_gather' or 'hybrid'"
         )
     if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
         raise ValueError(

@@ -79,9 +79,13 @@ class Gradients:
             yield tile, grad_key, grad_value
 
 
-def halves_of_heads(key: Tensor) -> tuple[slice, slice]:
-    """Key heads to do before and after the exchange that the second half hides; one head stays whole."""
-    middle = -(-key.size(1) // 2)
+def halves_of_heads(key: Tensor, *, is_one: bool = False) -> tuple[slice, slice]:
+    """Key heads to do before and after the exchange that the second half hides; one head stays whole.
+
+    Args:
+        is_one: There is nothing to hide: all of them at once.
+    """
+    middle = key.size(1) if is_one else -(-key.size(1) // 2)
     return slice(0, middle), slice(middle, key.size(1))
 
 

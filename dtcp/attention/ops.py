@@ -21,12 +21,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dtcp.attention.agreement import CHANGES, agreement, check_mask_mod_is_as_before
 from dtcp.attention.arguments import ResolvedStrategy
+from dtcp.attention.auto import choose_in_graph, choose_strategy, rates_of
 from dtcp.attention.call import Call, without_padding
 from dtcp.attention.calls import count_call
 from dtcp.attention.dropout import CallDropout, check_call_keys
 from dtcp.attention.heads import cut_heads, whole_of
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.merge import add_sinks, grad_sinks
+from dtcp.attention.predict import Shape
 from dtcp.attention.scores import NO_MASKS, CallMasks, Modifiers, mask_mod_of
 from dtcp.attention.two_level import core_of
 from dtcp.attention.ulysses import Kept, Ulysses, kept_shapes
@@ -62,6 +64,9 @@ def attention_forward(
         strategy: What ``resolved_strategy`` gave.
         needs_lse: Whether lse is looked at; else it may be empty.
     """
+    core, ulysses_degree, ranks_per_node = strategy[:3]
+    if core == "auto":
+        core, ulysses_degree = _decided(query, key, value, q_state, kv_state, is_causal, masks, strategy)
     # Inside the op nothing requires grad. A backward that only some ranks run would wait for the others.
     learned = (query, key, value, masks.sinks, masks.attn_bias, masks.alibi_slopes)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
@@ -69,9 +74,33 @@ def attention_forward(
     out, lse, *_ = forward_op(
         query, key, value, q_state, kv_state, masks.documents, masks.key_lengths, masks.mask_mod, masks.sinks,
         masks.attn_bias, masks.alibi_slopes, keys, group_name, is_causal, *masks.window_size, masks.softcap, scale,
-        *strategy, kernel, p, head_offset, head_axis, needs_lse, needs_grad,
+        core, ulysses_degree, ranks_per_node, kernel, p, head_offset, head_axis, needs_lse, needs_grad,
     )  # fmt: skip
     return out, lse
+
+
+def _decided(
+    query: Tensor, key: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, is_causal: bool, masks: CallMasks,
+    strategy: ResolvedStrategy,
+) -> tuple[str, int]:  # fmt: skip
+    """What ``auto`` takes for this call: (core, ulysses_degree)."""
+    if strategy.cp == 1:
+        return "ring", 1
+    rates = strategy.rates or rates_of(query.device.type)
+    batch_size, length, num_heads, head_dim = query.shape
+    sizes = (
+        batch_size, num_heads, key.size(2), head_dim, value.size(3), query.element_size(),
+        8 if query.dtype == torch.float64 else 4,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or isinstance(q_state, FakeTensor):
+        return choose_in_graph(sizes, (length, key.size(1)), strategy.cp, is_causal, masks.window_size, rates)
+    lengths = None if masks.key_lengths is None else tuple(masks.key_lengths.tolist())
+    documents = None if masks.documents is None else Documents.from_state(masks.documents)
+    mask = Mask(is_causal, masks.window_size, documents, lengths)
+    layout, kv_layout = layout_from_state(q_state), layout_from_state(kv_state)
+    if layout.cp != strategy.cp:  # refused by the op
+        return "ring", 1
+    return choose_strategy(Shape(*sizes), layout, kv_layout, mask, rates)
 
 
 @torch.library.custom_op("dtcp::attention_forward", mutates_args=())
@@ -123,7 +152,7 @@ def forward_op(
     numbers = torch.tensor([number, *mask_mod_state])
     query_, key_, value_ = _by_head(query, key, value)
     query_, key_, value_ = *without_padding(call, 0, query_), *without_padding(call, 1, key_, value_)
-    core = core_of(*how)
+    core = core_of(strategy, ulysses_degree, ranks_per_node)
     if ulysses_degree > 1:
         kept = _new_kept(query, key, value, ulysses_degree)
         whole = Ulysses(call, core, ulysses_degree, query.size(2), key.size(2))

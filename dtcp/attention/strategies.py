@@ -6,6 +6,7 @@ Keys and values travel as one message, kv (S_kv, B, Hkv, D+Dv): a range of slots
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -46,6 +47,7 @@ class _StepByStep:
     """
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        call = _fitted(call)
         partial = new_partial(query, value)
         for step, held in self._walk(call, key, value):
             attend(call, partial, query, held, step.tiles)
@@ -54,9 +56,11 @@ class _StepByStep:
     def backward(
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        call = _fitted(call)
         grads = Gradients(call, grad_out, query, key, value, out, lse)
-        early, late = halves_of_heads(key)
-        returns = _Returns(call, self._steps(call), grads, key, value)
+        steps = self._steps(call)
+        early, late = halves_of_heads(key, is_one=len(steps) == 1)
+        returns = _Returns(call, steps, grads, key, value)
         own: tuple[Tile, ...] = ()
         for index, (step, held) in enumerate(self._walk(call, key, value)):
             if index == 0:
@@ -68,7 +72,7 @@ class _StepByStep:
             grads.add_part(held, step.tiles, self._part(step, entries, key))
             returns.finish()
         # The last part has no step left to hide behind but the second half of the rank's own tiles.
-        returns.start(len(self._steps(call)) - 1)
+        returns.start(len(steps) - 1)
         grads.add_own(own, late)
         returns.finish()
         return grads.totals
@@ -235,6 +239,12 @@ class AllGather:
 
 
 CORES: dict[str, Strategy] = {"ring": Ring(), "exchange": ExactExchange(), "all_gather": AllGather()}
+
+
+def _fitted(call: Call) -> Call:
+    """The call with a kernel that need not be more exact than its one result."""
+    is_one_tile = call.layout.cp == 1 and len(call.tiles(0)) == 1
+    return dataclasses.replace(call, kernel=call.kernel.for_one_tile) if is_one_tile else call
 
 
 def attend(call: Call, partial: Partial, query: Tensor, held: HeldKeys, tiles: tuple[Tile, ...]) -> None:

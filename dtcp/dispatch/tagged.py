@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_global_tensor_info
 
 from dtcp.attention.arguments import ResolvedStrategy, check_strategy, resolved_strategy
 from dtcp.attention.kernels import KERNEL_NAMES
+from dtcp.attention.predict import Rates
 from dtcp.layout import SequenceLayout, layout_from_state
 
 _aten = torch.ops.aten
@@ -136,6 +137,7 @@ def as_dtensor(
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     ranks_per_node: int | None = None,
+    rates: Rates | None = None,
     kernel: str = "auto",
 ) -> LayoutTensor:
     """Return ``local``, this rank's slots in the order of ``layout``, as a distributed tensor that attention takes.
@@ -152,7 +154,7 @@ def as_dtensor(
         dim: Sequence dim; 2 for (B, H, S, D).
         placements: One for each axis of ``mesh``: ``Shard(dim)`` on the cp axis, on the others ``Shard`` of the heads
             or rows, or ``Replicate()``.
-        strategy, ulysses_degree, ranks_per_node, kernel: As in ``context_parallel_attention``.
+        strategy, ulysses_degree, ranks_per_node, rates, kernel: As in ``context_parallel_attention``.
 
     Returns:
         Tensor of the global shape, whose sequence dim has ``layout.padded_seq_len``. ``to_local()`` gives the slots
@@ -162,7 +164,7 @@ def as_dtensor(
     Raises:
         ValueError: If mesh, placements, layout and ``local`` do not fit together.
     """
-    check_strategy(strategy, ulysses_degree, ranks_per_node)
+    check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
     if not -local.ndim <= dim < local.ndim:
@@ -185,7 +187,9 @@ def as_dtensor(
     if not torch.compiler.is_compiling():  # in a compiled graph lengths are compared by the attention op
         _check_slots(local, dim, layout, mesh.size(axes[0]))
     group_name = mesh.get_group(axes[0]).group_name
-    how = resolved_strategy(strategy, ulysses_degree, mesh.size(axes[0]), ranks_per_node=ranks_per_node)
+    how = resolved_strategy(
+        strategy, ulysses_degree, mesh.size(axes[0]), rates=rates, ranks_per_node=ranks_per_node
+    )
     return _tagged(local, layout.state, mesh, placements, dim, group_name, how, kernel)
 
 

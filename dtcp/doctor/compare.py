@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtcp.doctor.subject import Subject, whole_tensor
+from dtcp.doctor.subject import Subject, named_as_whole, whole_tensor
 from dtcp.models.init import plain_name
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -44,7 +44,7 @@ class Deviation:
 def gather_weights(subject: Subject) -> tuple[dict[str, Tensor], list[str]]:
     """Return every weight, whole, by plain name (empty but on rank 0), and those that replicas hold differently."""
     weights, different = {}, []
-    for name, weight in _whole(subject, {plain_name(n): p.detach() for n, p in subject.model.named_parameters()}):
+    for name, weight in _whole(subject, {n: p.detach() for n, p in named_as_whole(subject.model)}):
         if _axes_that_differ(subject, weight, tolerance=0.0):
             different.append(name)
         if dist.get_rank() == 0:
@@ -89,7 +89,7 @@ def gather_gradients(
         Gradients as rank 0 sees them (empty on others), added up where the ranks hold shares that make the reference;
         and the deviations, equal on every rank, the worst first.
     """
-    mine = {plain_name(n): p.grad for n, p in subject.model.named_parameters() if p.grad is not None}
+    mine = {n: p.grad for n, p in named_as_whole(subject.model) if p.grad is not None}
     gathered, deviations = {}, []
     for name, gradient in _whole(subject, mine):
         wanted = _broadcast(reference.get(name) if dist.get_rank() == 0 else None, gradient)

@@ -110,7 +110,9 @@ def small_job(config: DoctorJobConfig) -> DoctorJobConfig:
         raise ValueError(f"doctor.json={doctor.json} is in a folder that does not exist; make it first")
     dims = ParallelDims(**config.mesh.degrees())
     num_readers, num_microbatches = dims.dp_replicate * dims.dp_shard, _num_microbatches(config, dims.pp)
-    rows = doctor.rows or num_readers * num_microbatches * (1 if num_readers * num_microbatches > 1 else 2)
+    # Two rows side by side in each forward, where a model may mix them; dtcp's own do not.
+    rows_of_one = 2 if num_readers * num_microbatches == 1 or doctor.model is not None else 1
+    rows = doctor.rows or num_readers * num_microbatches * rows_of_one
     is_split = num_microbatches > 1
     small = dataclasses.replace(
         training,

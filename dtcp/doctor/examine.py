@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtcp
+from dtcp.doctor.alone import alone
 from dtcp.doctor.compare import (
     NOISE,
     TOLERANCE,
@@ -22,7 +23,7 @@ from dtcp.doctor.compare import (
     gather_weights,
 )
 from dtcp.doctor.config import DoctorJobConfig, Door, ReferenceDType
-from dtcp.doctor.hints import backward_of_attention, explain
+from dtcp.doctor.hints import MIXES_ROWS, READS_WORLD, backward_of_attention, explain
 from dtcp.doctor.reached import unexamined
 from dtcp.doctor.record import Recording, Traffic, record
 from dtcp.doctor.reference import Outcome, Reference
@@ -66,6 +67,7 @@ class _Examination:
         self.config, self.device = config, device
         self.reference: Reference | None = None
         self.right: Outcome | None = None
+        self.is_made_by_world = False  # whether the model asks for the number of ranks when it is made
         self.built_in: torch.dtype | None = None
         self.report = Report("")
 
@@ -141,16 +143,21 @@ class _Examination:
         anew: list[str] = []
         with agreed():
             if self.is_first:
-                self.reference = Reference(subject.make_whole_model(), weights, subject.whole_batch())
+                with alone() as asked:
+                    model = subject.make_whole_model()
+                self.is_made_by_world = bool(asked)
+                self.reference = Reference(model, weights, subject.whole_batch())
                 digests = digests_of_buffers(self.reference.model)
                 anew = [n for n, digest in digests.items() if buffers.get(n, digest) != digest and n not in different]
         if anew := _from_first(anew):
             self.report.problems.append(
-                f"every call of doctor.model gives other buffers: {', '.join(anew[:NUM_WORST])}; draw them from a seed"
+                f"every call of doctor.model gives other buffers: {', '.join(anew[:NUM_WORST])}; draw them from a "
+                "seed, and make them of nothing that depends on the number of ranks"
             )
 
     def _run_reference(self, subject: Subject) -> None:
         found: tuple[list[str], list[str], int] = [], [], 0
+        mixes_rows = False
         with agreed():
             if self.is_first:
                 assert self.reference is not None
@@ -158,10 +165,13 @@ class _Examination:
                 model = self.reference.model
                 with subject.told(model):
                     self.right = self.reference.run_in(torch.float64) if is_wide else self.reference.outcome
+                    mixes_rows = self.config.doctor.model is not None and self.reference.mixes_rows()
                     changed = self.reference.check_repeatable()
                 names = unexamined(model, self.right.gradients, self.right.grad_norm, NOTHING)
                 found = changed, names, sum(parameter.requires_grad for parameter in model.parameters())
         self.report.changed_buffers, self.report.unexamined, self.report.num_trainable = _from_first(found)
+        if _from_first(mixes_rows):
+            self.report.problems.append(MIXES_ROWS)
 
     def _limits_of_rounding(self, subject: Subject) -> dict[str, float]:
         """What float32 can do at all: one rank's own distance from float64, which then becomes the reference."""
@@ -206,6 +216,8 @@ class _Examination:
         return gathered, comparison
 
     def _explain(self, subject: Subject, gathered: dict[str, Tensor], comparison: Comparison) -> None:
+        if MIXES_ROWS in self.report.problems:
+            return  # which is enough: the reference takes rows one by one
         hints: list[str] = []
         attention = _errors_of_attention(subject)
         with agreed():
@@ -215,6 +227,8 @@ class _Examination:
                     hints.append(hint)
                 elif not comparison.missing:
                     hints += explain(subject, self.reference, self.right, gathered, comparison.deviations)
+                if self.is_made_by_world and READS_WORLD not in hints:
+                    hints.append(READS_WORLD)
         self.report.hints += _from_first(hints)
         if not self.report.hints and not self.report.problems:
             self.report.hints.append(_where(comparison.deviations))

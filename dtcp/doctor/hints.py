@@ -22,6 +22,15 @@ _MIXES_TOKENS = (
     "written out by hand, a mean or a normalisation over the sequence, a convolution, a shift; have it work on each "
     "token alone"
 )
+MIXES_ROWS = (
+    "something in the model mixes the rows of a batch (a BatchNorm, a mean, a norm or a sort over rows): what a row "
+    "gives depends on the rows beside it, and so on dp and on the microbatches; have it work on each row alone"
+)
+READS_WORLD = (
+    "the model asks for the number of ranks or its own rank (dist.get_world_size(), dist.get_rank(), WORLD_SIZE) and "
+    "computes by it, in its forward, in a hook or when it is made, where one rank has 1 and 0; leave sums and means "
+    "over ranks to parallelize and its losses"
+)
 _GIVE_POSITIONS = "have it use the global ones, layout.positions(rank) or a buffer that context_parallel cuts"
 
 
@@ -36,7 +45,9 @@ def explain(
         deviations: Of all of them.
     """
     wrong = [deviation for deviation in deviations if deviation.is_wrong]
-    hints = list(_unreduced(wrong, right))
+    if subject.options.model is not None and reference.depends_on_world():
+        return [READS_WORLD]
+    hints = [*_untied(wrong, reference), *_unreduced(wrong, right)]
     left = {d.name for d in wrong if not d.complete_over}
     if not left:
         return hints
@@ -110,6 +121,18 @@ def _unreduced(wrong: Sequence[Deviation], right: Outcome) -> Iterator[str]:
                 f"{_some(names, right)}: the gradient reduction over {over} is missing: every rank keeps its share, "
                 f"and their sum over {over} is right; call dtcp.reduce_gradients(model, dims) after the backward, or "
                 "shard with dtcp.apply_fsdp, whose view has the cp ranks in it"
+            )
+
+
+def _untied(wrong: Sequence[Deviation], reference: Reference) -> Iterator[str]:
+    """Parameters of the job that are one on one rank."""
+    names: dict[int, str] = {}
+    for name, parameter in reference.model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name and name in {d.name for d in wrong}:
+            yield (
+                f"{first} and {name} are one parameter on one rank, and two here, each with a part of its gradient: "
+                "something has put others in their places (a plan, to_empty); tie them again where that is done"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +14,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtcp.doctor.config import load, load_function
 from dtcp.models.init import plain_name
+from dtcp.parallelize.pipeline import Pipeline
 from dtcp.train.session import EXPECTED_ERRORS, JobError, one_line
+
+_IS_GONE = re.compile(  # as gloo and NCCL say it
+    r"connection (closed|reset) by peer|broken pipe|gloo/transport.*(read|write) error|remote process exited", re.I
+)
 
 
 def call_own(path: str, key: str, *args: Any) -> Any:
@@ -91,12 +97,19 @@ def told_in_one_line(model: nn.Module, what: str, *, num_ids: int, seq_len: int)
     except JobError:
         raise
     except Exception as error:
-        if _is_refusal(error):
-            if isinstance(error, EXPECTED_ERRORS):
+        told = _innermost(error)
+        if _is_refusal(told):
+            if told is error and isinstance(error, EXPECTED_ERRORS):
                 raise
-            raise ValueError(one_line(error)) from error
-        name, module = _failing_module(error, model)
-        where = what if module is None else f"the forward of {name} ({type(module).__name__})"
+            raise ValueError(one_line(told)) from error
+        name, module = _failing_module(told, model)
+        is_outside = module is None or isinstance(module, Pipeline)
+        where = what if is_outside else f"the forward of {name} ({type(module).__name__})"
+        if is_outside and _IS_GONE.search(str(told)):
+            raise ValueError(
+                f"{what} ended here because another rank's did, which says why ({type(told).__name__}: "
+                f"{one_line(told)[:100]})"
+            ) from error
         more = ""
         if isinstance(module, nn.Embedding):
             more = (
@@ -104,18 +117,39 @@ def told_in_one_line(model: nn.Module, what: str, *, num_ids: int, seq_len: int)
                 f"{seq_len} positions: give the model more rows, or the job another data.tokenizer or a shorter "
                 "doctor.seq_len"
             )
-        raise ValueError(f"{where} failed with {type(error).__name__}: {one_line(error)}{more}") from error
+        raise ValueError(f"{where} failed with {type(told).__name__}: {_with_causes(told)}{more}") from error
 
 
-def _is_refusal(error: Exception) -> bool:
+def _innermost(error: BaseException) -> BaseException:
+    """What torch's pipeline stages have wrapped: they print their arguments, and leave the reason to the cause."""
+    while _raised_in(error).startswith("torch.distributed.pipelining") and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _with_causes(error: BaseException) -> str:
+    """The message, and those of what it was raised from."""
+    text = one_line(error)
+    while (cause := error.__cause__) is not None:
+        text += f", from {type(cause).__name__}: {one_line(cause)}"
+        error = cause
+    return text
+
+
+def _is_refusal(error: BaseException) -> bool:
     """Whether the library itself raised: then the message says everything."""
+    return _raised_in(error).startswith("dtcp.")
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module that raised."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return last is not None and str(last.tb_frame.f_globals.get("__name__", "")).startswith("dtcp.")
+    return "" if last is None else str(last.tb_frame.f_globals.get("__name__", ""))
 
 
-def _failing_module(error: Exception, model: nn.Module) -> tuple[str, nn.Module | None]:
+def _failing_module(error: BaseException, model: nn.Module) -> tuple[str, nn.Module | None]:
     """The innermost module of ``model`` in whose methods the error was raised."""
     names = {id(module): plain_name(f"{name}.").rstrip(".") for name, module in model.named_modules()}
     found: tuple[str, nn.Module | None] = "", None

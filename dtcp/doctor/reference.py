@@ -6,6 +6,7 @@ Shapes: G rows of the whole batch, S = seq_len, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtcp.doctor.alone import alone
 from dtcp.doctor.dense import Within, attend_densely, confined
 
 IGNORED = -100
+ROUNDING = 1e-5  # relative, of float32 sums in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Fault:
             only.
         scaled: Biases that are added ``factor`` times.
         crosses_documents: Attention sees the tokens of other documents.
+        sees_world: The model is told the job's number of ranks where it asks for it.
     """
 
     hint: str
@@ -71,6 +74,7 @@ class Fault:
     scaled: frozenset[str] = frozenset()
     factor: float = 1.0
     crosses_documents: bool = False
+    sees_world: bool = False
 
 
 RIGHT = Fault("")
@@ -124,7 +128,7 @@ class Reference:
         gradients: dict[str, Tensor] = {}
         for row in range(labels.size(0)):
             self.model.zero_grad(set_to_none=True)
-            with _Alone():
+            with alone(sees_world=fault.sees_world):
                 loss = self._loss_of_row(slice(row, row + 1), labels, weights.to(labels.device), fault)
                 loss.backward()
             total += float(loss.detach())
@@ -199,6 +203,26 @@ class Reference:
         return not torch.equal(before[:, 1:], after[:, 1:])
 
     @torch.no_grad()
+    def mixes_rows(self) -> bool:
+        """Whether a row's logits change with the row beside it, where the batch has two."""
+        tokens = self.batch.tokens
+        if tokens.size(0) < 2:
+            return False
+        changed = tokens.clone()
+        changed[1] = (tokens[1] + 1) % (int(tokens.max()) + 1)
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        before, after = (
+            self._forward(slice(0, 2), dataclasses.replace(RIGHT, tokens=x))[0].double() for x in (tokens, changed)
+        )
+        self._set_buffers(buffers)
+        return not float((after - before).norm()) <= ROUNDING * float(before.norm())
+
+    def depends_on_world(self) -> bool:
+        """Whether the model computes something else where it is told the job's number of ranks."""
+        other = self.run(Fault("", sees_world=True))
+        return not _is_same(self.outcome, other)
+
+    @torch.no_grad()
     def num_attention_calls(self) -> int:
         """How often a forward calls ``F.scaled_dot_product_attention``."""
         mode = _AttentionMode()
@@ -242,9 +266,9 @@ class Reference:
         positions = batch.positions if fault.positions is None else fault.positions
         tokens = (batch.tokens if fault.tokens is None else fault.tokens)[row]
         inputs = {"positions": positions[row]} | {name: value[row] for name, value in batch.more.items()}
-        if batch.documents is None or fault.crosses_documents:
-            return self._call(tokens, inputs, fault)
-        with Within(batch.documents[row]):
+        documents = None if fault.crosses_documents else batch.documents
+        within = contextlib.nullcontext() if documents is None else Within(documents[row])
+        with alone(sees_world=fault.sees_world), within:
             return self._call(tokens, inputs, fault)
 
     def _call(self, tokens: Tensor, inputs: dict[str, Tensor], fault: Fault) -> Tensor:
@@ -278,18 +302,6 @@ def check_logits(output: Any, tokens: Tensor) -> Tensor:
             f"the model has to return logits (B, S, V) = ({', '.join(map(str, tokens.shape))}, …), got {found}; wrap it"
         )
     return output
-
-
-class _Alone(TorchDispatchMode):
-    """Raises where the model communicates: this rank alone runs it, and would wait for ever."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise ValueError(
-                f"the model calls a collective of its own ({func.name()}), in its forward or in a hook, so it has no "
-                "meaning on one rank and the doctor cannot compare; leave communication to parallelize and to plans"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 class _AttentionMode(TorchFunctionMode):

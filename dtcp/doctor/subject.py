@@ -6,7 +6,7 @@ Shapes: B rows, S = seq_len.
 import inspect
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -271,14 +271,20 @@ class Subject(Trainer):
     @torch.no_grad()
     def _disturb(self) -> None:
         """Add noise to norms, biases and all that starts constant, the same on any mesh."""
-        for qualified_name, parameter in self.model.named_parameters():
+        for name, parameter in named_as_whole(self.model):
             if not parameter.is_floating_point() or parameter.numel() == 0:
                 continue
             full = whole_tensor(parameter.detach()).cpu()
             if full.ndim < 2 or bool((full == full.flatten()[0]).all()):
-                name = plain_name(qualified_name)
                 noise = draw(full.shape, self.config.debug.seed + 1, name, _noise_of(full.shape)).to(full.dtype)
                 assign(parameter, full + noise)
+
+
+def named_as_whole(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter with its name in the whole model: of the last stage's tied ones that in the first stage."""
+    for name, parameter in model.named_parameters():
+        plain = plain_name(name)
+        yield (model.name_in_first_stage(plain) if isinstance(model, dtcp.Pipeline) else plain), parameter
 
 
 def _is_on_meta(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from dtcp.attention.dropout import CallDropout, check_probability
 from dtcp.attention.kernels import KERNEL_NAMES
 from dtcp.attention.masks import check_mask_shapes, checked_masks
 from dtcp.attention.ops import attention_forward
+from dtcp.attention.predict import Rates
 from dtcp.attention.scores import CallMasks, MaskMod
 from dtcp.collectives import check_mesh
 from dtcp.dispatch.dtensors import attend_over_group
@@ -62,7 +63,7 @@ class ContextParallel(ParallelStyle):
     ``dropout_keys`` and drops the same weights on any mesh.
 
     Args:
-        strategy, ulysses_degree, ranks_per_node, kernel, qkv_format: As in ``context_parallel_attention``.
+        strategy, ulysses_degree, ranks_per_node, rates, kernel, qkv_format: As in ``context_parallel_attention``.
         is_causal: Whether the module masks the future; None reads the module's attribute ``is_causal`` at each call.
         scale: Of the scores; None is 1/√D.
         window_size: Of the module's attention; None reads its attribute ``window_size`` at each call, and is no window
@@ -80,6 +81,7 @@ class ContextParallel(ParallelStyle):
         strategy: str = "ring",
         ulysses_degree: int | None = None,
         ranks_per_node: int | None = None,
+        rates: Rates | None = None,
         kernel: str = "auto",
         is_causal: bool | None = None,
         scale: float | None = None,
@@ -94,11 +96,12 @@ class ContextParallel(ParallelStyle):
         )
         self.window_size, self.softcap, self.mask_mod = window_size, softcap, mask_mod
         self._mask_mod_handle = masks.mask_mod
-        check_strategy(strategy, ulysses_degree, ranks_per_node)
+        check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
         check_format(qkv_format)
         if kernel not in KERNEL_NAMES:
             raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
-        self.strategy, self.ulysses_degree, self.ranks_per_node = strategy, ulysses_degree, ranks_per_node
+        self.strategy, self.ulysses_degree = strategy, ulysses_degree
+        self.ranks_per_node, self.rates = ranks_per_node, rates
         self.kernel, self.is_causal = kernel, is_causal
         self.scale, self.qkv_format = scale, qkv_format
 
@@ -128,8 +131,9 @@ class ContextParallel(ParallelStyle):
         )  # fmt: skip
         group_name = device_mesh.get_group().group_name
         how = resolved_strategy(
-            self.strategy, self.ulysses_degree, device_mesh.size(), ranks_per_node=self.ranks_per_node
-        )
+            self.strategy, self.ulysses_degree, device_mesh.size(), rates=self.rates,
+            ranks_per_node=self.ranks_per_node,
+        )  # fmt: skip
         module._dtcp_plan = _Plan(  # type: ignore[assignment]
             group_name, device_mesh.size(), self.is_causal, how, self.kernel, self.window_size, self.softcap,
             self._mask_mod_handle,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what a step needs is loaded when the step is taken: `import
     from torch.distributed.fsdp import OffloadPolicy
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from dtcp.attention.predict import Rates
     from dtcp.mesh import ParallelDims
     from dtcp.parallelize.pipeline import Loss, Pipeline
 
@@ -28,8 +29,10 @@ class PipelineOptions:
         schedule: ``GPipe``, ``1F1B``, ``Interleaved1F1B``, ``InterleavedZeroBubble`` or ``ZBVZeroBubble``.
         stages_per_rank: None for what the schedule needs at least: 1, or 2 of the last three.
         width: Of the residual stream; None reads ``model.config.dim``.
-        tied: Modules of the first stage whose weights the last stage needs too; None: the token embedding, where
-            ``model.config.tie_weights``.
+        tied: Modules of the first stage whose parameters the last stage needs too, and that stay equal; None:
+            ``model.tied_modules``, or the token embedding where ``model.config.tie_weights``. A last stage whose own
+            modules share those parameters (``head.weight is token_embedding.weight``) has them by these names only;
+            else it keeps the module, and the model's forward must not embed what is no token.
         loss: ``loss(output, labels, num_valid_tokens=…)`` of a microbatch; None is ``token_loss``.
     """
 
@@ -50,6 +53,7 @@ def parallelize(
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     ranks_per_node: int | None = None,
+    rates: Rates | None = None,
     kernel: str = "auto",
     activation_checkpointing: str = "none",
     checkpoint_every: int = 1,
@@ -87,7 +91,7 @@ def parallelize(
             the modules that attend as those of `dtcp.models` do (``"attention.sdpa"``), or that
             `dtcp.integrations` have put in. An empty one leaves attention to another door,
             ``with context_parallel(...)``.
-        strategy, ulysses_degree, ranks_per_node, kernel: Of that plan.
+        strategy, ulysses_degree, ranks_per_node, rates, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
         offload_activations: Keep what the treated blocks keep on the host.
         compile: True, or options of ``torch.compile`` beside ``fullgraph``.
@@ -114,7 +118,7 @@ def parallelize(
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     # Checks the names also where cp is 1.
     style = ContextParallel(
-        strategy=strategy, ulysses_degree=ulysses_degree, ranks_per_node=ranks_per_node, kernel=kernel
+        strategy=strategy, ulysses_degree=ulysses_degree, ranks_per_node=ranks_per_node, rates=rates, kernel=kernel
     )
     planned: dict[str, nn.Module] = {}
     if dims.cp > 1 or packed_documents:
@@ -178,19 +182,22 @@ def _make_pipeline(
 ) -> Pipeline:
     from dtcp.loss import token_loss
     from dtcp.parallelize.pipeline import Pipeline
-    from dtcp.parallelize.stages import split_into_stages
+    from dtcp.parallelize.shared import shared_buffers, tied_parameters
+    from dtcp.parallelize.stages import all_stages, split_into_stages
 
-    config: Any = getattr(model, "config", None)
-    tied = options.tied
-    if tied is None:
-        default = ("token_embedding",) if getattr(config, "tie_weights", False) else ()
-        tied = getattr(model, "tied_modules", default)
+    tied = _tied_modules(model, options)
+    # What stages share is known before FSDP2 puts other parameters in place.
+    every = all_stages(
+        model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
+    )
+    names, constant_buffers = tied_parameters(every[0], every[-1], tied), shared_buffers(every)
     stages, num_stages = split_into_stages(
         model, dims, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
     )
     for stage in stages.values():
         # Gathered once for all microbatches of a step, not for each.
         _shard(stage, dims, sharding, reshard_after_forward=False)
+    config: Any = getattr(model, "config", None)
     return Pipeline(
         stages,
         dims,
@@ -200,8 +207,17 @@ def _make_pipeline(
         schedule=options.schedule,
         dtype=sharding["param_dtype"] or next(model.parameters()).dtype,
         loss=options.loss or token_loss,
-        tied=[f"{name}.weight" for name in tied],
+        tied=names,
+        constant_buffers=constant_buffers,
     )
+
+
+def _tied_modules(model: nn.Module, options: PipelineOptions) -> Sequence[str]:
+    if options.tied is not None:
+        return options.tied
+    config: Any = getattr(model, "config", None)
+    default = ("token_embedding",) if getattr(config, "tie_weights", False) else ()
+    return getattr(model, "tied_modules", default)
 
 
 def _check(
@@ -225,3 +241,10 @@ def _check(
             f"{type(model).__name__} has a block in model.layers several times, which stages on different ranks cannot "
             f"share, got pp={dims.pp}; use pp=1"
         )
+    if dims.pp > 1 and isinstance(model.layers, nn.ModuleDict):
+        from dtcp.parallelize.stages import all_stages
+
+        # Before anything is cut: what a stage shares with another is refused while the model is whole.
+        options = pipeline or PipelineOptions()
+        tied = _tied_modules(model, options)
+        all_stages(model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied)

@@ -6,8 +6,7 @@ Shapes: B rows of this data parallel rank's part of the step, S_local slots of t
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +15,14 @@ from torch import Tensor, nn
 
 from dtcp.collectives import agree
 from dtcp.documents import Documents
-from dtcp.dtensor import local_part
+from dtcp.dropout import ModelWithDropout
 from dtcp.layout import SequenceLayout
 from dtcp.loss import token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.context import set_sequence
-from dtcp.parallelize.stages import check_num_microbatches, find_schedule
+from dtcp.parallelize.shared import ConstantBuffers
+from dtcp.parallelize.stages import check_num_microbatches, check_zero_bubble, find_schedule
+from dtcp.parallelize.tied import TiedParameters
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -54,7 +55,8 @@ class Pipeline(nn.Module):
         schedule: str = "1F1B",
         dtype: torch.dtype = torch.float32,
         loss: Loss = token_loss,
-        tied: Sequence[str] = (),
+        tied: Sequence[str] | Mapping[str, str] = (),
+        constant_buffers: Collection[str] = (),
     ) -> None:
         """Take this rank's stages, cut, compiled and sharded already.
 
@@ -68,7 +70,8 @@ class Pipeline(nn.Module):
             dtype: Of the residual stream.
             loss: ``loss(output of the last stage, labels, num_valid_tokens=…)``, a microbatch's share of the sum.
             tied: Parameters that the first and the last stage both have, and that stay equal: their gradients are
-                added up.
+                added up. A mapping where the last stage has them by other names than the first.
+            constant_buffers: Names of those that several stages have: a forward that changes one raises.
 
         Raises:
             ValueError: If the schedule does not exist or does not fit the stages.
@@ -78,18 +81,22 @@ class Pipeline(nn.Module):
         self._kind = find_schedule(schedule)
         self._group = dims.view("pp").get_group()
         self._width, self._seq_len_divisor, self._dtype = width, seq_len_divisor, dtype
-        self._loss, self._tied = loss, tuple(tied)
+        self._loss = loss
         self.num_stages = num_stages
         self.stage_indices = sorted(stages)
         # Parameters keep the names of the whole model: `dtcp.models.init.plain_name` takes this one away.
         self._pipeline_stages = nn.ModuleList([stages[index] for index in self.stage_indices])
         self._schedules: dict[tuple[int, ...], _PipelineSchedule] = {}
         if self._kind.splits_backward:
-            _check_zero_bubble(self._pipeline_stages, schedule)
+            check_zero_bubble(self._pipeline_stages, schedule)
         self._sequences: Sequences = ()
+        names = tied if isinstance(tied, Mapping) else dict(zip(tied, tied, strict=True))
+        end = self.stages[0 if self.is_first else -1] if self.is_first or self.is_last else None
+        self._tied = TiedParameters(end, names, self._group, is_first=self.is_first)
         for stage in self.stages:
             # Before FSDP2's hook, which would move the number to the device, and this one wait for it.
             stage.register_forward_pre_hook(self._tell_sequence, prepend=True, with_kwargs=True)
+            ConstantBuffers(constant_buffers).watch(stage)
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -133,7 +140,8 @@ class Pipeline(nn.Module):
             num_valid_tokens: Of the whole optimizer step, over the loss view: the divisor of every token's loss.
             constants: What every stage's forward takes as it is, by name.
             sequences: Layout and documents of each microbatch, of which ``set_sequence`` tells each stage before its
-                forward of that microbatch. None: they have been told, and are the same for all.
+                forward of that microbatch. None: they have been told, and are the same for all. Rows that it was told
+                for dropout are those of all microbatches.
             inputs: What it takes by rows, (B, …) each: positions, dropout keys.
 
         Returns:
@@ -147,7 +155,7 @@ class Pipeline(nn.Module):
         self._agree(True, tokens, labels, num_microbatches, inputs)
         schedule = self._schedule(tokens.size(0) // num_microbatches, tokens.size(1), num_microbatches, tokens.device)
         losses: list[Tensor] = []
-        before = self._set_tied_gradients_aside()
+        before = self._tied.set_gradients_aside()
         schedule.step(
             *([tokens] if self.is_first else []),
             target=labels,
@@ -157,7 +165,7 @@ class Pipeline(nn.Module):
             **inputs,
             **(constants or {}),
         )
-        self._add_tied_gradients(before)
+        self._tied.add_gradients(before)
         return _sum_of_shares(losses, tokens.device)
 
     @torch.no_grad()
@@ -205,16 +213,20 @@ class Pipeline(nn.Module):
     def _take_sequences(self, sequences: Sequences | None, num_rows: int, num_microbatches: int) -> dict[str, Tensor]:
         """Keep what stages will be told, and return what says to them which microbatch they run: an input by rows."""
         self._sequences = () if sequences is None else tuple(sequences)
-        if not self._sequences:
+        if not self._sequences and not any(True for _ in _told_models(self)):
             return {}
         return {_NUMBER: torch.arange(num_microbatches).repeat_interleave(num_rows // max(1, num_microbatches))}
 
     def _tell_sequence(self, stage: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before a stage's forward. Its backward, and a recomputation, find what their own forward was told."""
-        number = kwargs.pop(_NUMBER, None)
-        if number is not None:
-            layout, documents = self._sequences[int(number[0])]
-            set_sequence(stage, layout, documents=documents)
+        numbers = kwargs.pop(_NUMBER, None)
+        if numbers is not None:
+            number, num_rows = int(numbers[0]), numbers.size(0)
+            if self._sequences:
+                layout, documents = self._sequences[number]
+                set_sequence(stage, layout, documents=documents)
+            for model in _told_models(stage):
+                model.select_told_rows(slice(number * num_rows, (number + 1) * num_rows))
         return args, kwargs
 
     def _rank_of(self, index: int) -> int:
@@ -226,7 +238,8 @@ class Pipeline(nn.Module):
         self, is_training: bool, tokens: Tensor, labels: Tensor, num_microbatches: int, inputs: dict[str, Tensor]
     ) -> None:
         """Check this rank's arguments, and that the pp ranks give the same: another shape would abort or hang."""
-        error: Exception | None = None
+        # On the ranks with the ends, which both come here: the others hear of it.
+        error: Exception | None = self._tied.check_once() if is_training else None
         try:
             self._check(is_training, tokens, num_microbatches, {"labels": labels, **inputs})
         except ValueError as refused:
@@ -253,6 +266,13 @@ class Pipeline(nn.Module):
                 f"sequences must have (layout, documents) of each of {num_microbatches} microbatches, got "
                 f"{len(self._sequences)}; None: set_sequence has told what holds for all"
             )
+        for model in _told_models(self):
+            if model.told_rows.size(0) != tokens.size(0) and "dropout_keys" not in others:  # type: ignore[union-attr]
+                raise ValueError(
+                    f"set_sequence was told {len(model.told_rows)} row(s) of the global batch, this step has "  # type: ignore[arg-type]
+                    f"{tokens.size(0)} in {num_microbatches} microbatches; tell it all of them, "
+                    "set_sequence(pipeline, layout, step=…, rows=…), or give the pipeline dropout_keys="
+                )
         if tokens.size(1) % self._seq_len_divisor:
             raise ValueError(
                 f"sequence parallelism needs a local length divisible by tp={self._seq_len_divisor}, got "
@@ -292,59 +312,20 @@ class Pipeline(nn.Module):
         )
         return make(stages) if self._kind.is_looped else make(stages[0])
 
-    # ---- parameters that two stages have ----
-
-    def _tied_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank's first or last stage; empty on ranks in between."""
-        if not (self.is_first or self.is_last):
-            return {}
-        stage = self.stages[0 if self.is_first else -1]
-        return {name: stage.get_parameter(name) for name in self._tied}
-
     def tied_copies(self) -> set[nn.Parameter]:
         """Parameters here that another stage has too, and counts: not to be counted twice in a norm."""
-        return set() if self.is_first else set(self._tied_parameters().values())
+        return self._tied.copies()
 
-    def _set_tied_gradients_aside(self) -> dict[str, Tensor | None]:
-        """What earlier microbatches of the step left has been added up over both stages already."""
-        gradients = {name: parameter.grad for name, parameter in self._tied_parameters().items()}
-        for parameter in self._tied_parameters().values():
-            parameter.grad = None
-        return gradients
-
-    def _add_tied_gradients(self, before: dict[str, Tensor | None]) -> None:
-        peer = self._group.size() - 1 if self.is_first else 0
-        for name, parameter in self._tied_parameters().items():
-            assert parameter.grad is not None, name
-            own = local_part(parameter.grad)
-            other = torch.empty_like(own)
-            transfers = [
-                dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=peer),
-                dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
-            ]
-            for work in dist.batch_isend_irecv(transfers):
-                work.wait()
-            own.add_(other)
-            if (earlier := before[name]) is not None:
-                parameter.grad = parameter.grad + earlier
+    def name_in_first_stage(self, name: str) -> str:
+        """What the first stage calls the parameter of the last stage that it is tied to; other names as they are."""
+        if self.is_first:
+            return name
+        return next((first for first, last in self._tied.names.items() if last == name), name)
 
 
-def _check_zero_bubble(stages: nn.ModuleList, schedule: str) -> None:
-    """Refuse compiled stages, and warn of recomputation twice."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    for name, module in stages.named_modules():
-        if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
-            raise NotImplementedError(
-                f"schedule {schedule} takes the backward of a stage apart, which torch.compile does not allow, got "
-                f"compiled {name}; use training.compile=false, or schedule 1F1B or Interleaved1F1B"
-            )
-    if any(isinstance(module, CheckpointWrapper) for module in stages.modules()):
-        warnings.warn(
-            f"schedule {schedule} with activation checkpointing recomputes the layers twice, once for the gradients of "
-            "inputs and once for those of weights; 1F1B and Interleaved1F1B do so once",
-            stacklevel=3,
-        )
+def _told_models(module: nn.Module) -> Iterator[ModelWithDropout]:
+    """Those that were told rows of the global batch: of all microbatches."""
+    return (m for m in module.modules() if isinstance(m, ModelWithDropout) and m.told_rows is not None)
 
 
 def _sum_of_shares(losses: list[Tensor], device: torch.device) -> Tensor:

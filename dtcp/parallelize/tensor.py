@@ -32,6 +32,7 @@ from dtcp.models import GPT, Llama
 from dtcp.models.head import TiedHead
 from dtcp.models.titan_config import is_titan_llama3
 from dtcp.parallelize.dropout import HeadParallelDropout, SequenceParallelDropout
+from dtcp.parallelize.shared import keep_shared, shared_parameters
 from dtcp.parallelize.sinks import HeadParallelSinks
 from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
 from dtcp.parallelize.unmatched import refuse_unmatched_keys, visit_once
@@ -113,8 +114,8 @@ def apply_tensor_parallel(
         plan: Instead of ``tensor_parallel_plan(model, ...)``: that plan changed, or one for a model of your own.
 
     Raises:
-        ValueError: If heads or features do not divide by tp, a key of the plan matches no module, or ``model`` is
-            parallel already.
+        ValueError: If heads or features do not divide by tp, a key of the plan matches no module, ``model`` is
+            parallel already, or the plan cuts a parameter in one way and another that is the same one in another.
         NotImplementedError: If ``model`` has an ``nn.Dropout`` that acts: each rank would draw a mask of its own.
     """
     if dims.tp == 1:
@@ -123,7 +124,9 @@ def apply_tensor_parallel(
         plan = tensor_parallel_plan(model, sequence_parallel=sequence_parallel)
     _check_model(model, dims.tp)
     refuse_unmatched_keys(model, plan)
+    shared = shared_parameters(model)
     parallelize_module(model, dims.view("tp"), visit_once(model, plan))
+    keep_shared(shared)
     _check_heads_are_told(model, dims)
     _complete_gradients(model)
 

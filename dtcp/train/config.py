@@ -71,6 +71,7 @@ class AttentionConfig:
 
     strategy: str = MISSING
     ulysses_degree: int | None = MISSING
+    rates: str | None = MISSING
     layout: str = MISSING
     kernel: str = MISSING
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtcp.attention.measure import measure_rates
+from dtcp.attention.predict import Rates
 from dtcp.mesh import ParallelDims
 from dtcp.models.init import initialize
 from dtcp.parallelize.model import PipelineOptions, parallelize
@@ -34,6 +36,32 @@ def parallelize_for_training(
     return parallel
 
 
+def attention_rates(model: Any, dims: ParallelDims, config: JobConfig) -> Rates | None:
+    """What ``attention.strategy=auto`` decides by, None for the rates of data sheets. Collective if they are measured.
+
+    Raises:
+        ValueError: If the configuration asks for rates that there are none of, or that nothing looks at.
+    """
+    rates = config.attention.rates
+    if rates is None:
+        return None
+    if rates != "measured" or config.attention.strategy != "auto":
+        raise ValueError(
+            f"attention.rates must be null or measured, and is for attention.strategy=auto; got {rates!r} for "
+            f"{config.attention.strategy!r}"
+        )
+    if dims.cp == 1:
+        return None
+    of_model = getattr(model, "config", None)
+    heads, kv_heads = (getattr(of_model, name, None) for name in ("num_heads", "num_kv_heads"))
+    sizes = {} if heads is None else {"num_heads": -(-heads // dims.tp)}
+    if heads is not None and kv_heads is not None and kv_heads % dims.tp == 0:
+        sizes["num_kv_heads"] = kv_heads // dims.tp
+    return measure_rates(
+        dims.view("cp"), dtype=config.training.param_dtype.torch_dtype, kernel=config.attention.kernel, **sizes
+    )
+
+
 def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: Any) -> nn.Module:
     """Return `parallelize` of any model as the configuration says.
 
@@ -48,6 +76,7 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
         strategy=config.attention.strategy,
         ulysses_degree=config.attention.ulysses_degree,
         ranks_per_node=dims.cp_ranks_per_node(config.mesh.ranks_per_node),
+        rates=attention_rates(model, dims, config),
         kernel=config.attention.kernel,
         activation_checkpointing=checkpointing.mode.value,
         checkpoint_every=checkpointing.every,

@@ -28,6 +28,7 @@ from attention_bench.problem import (
     Measurement,
     Problem,
     Seconds,
+    strategy_arguments,
 )
 from attention_bench.ranks import Ranks
 from attention_bench.sent import count_bytes
@@ -92,7 +93,7 @@ class Rank:
         told = self._told[configuration.case, layout]
         return lambda query, key, value, *sinks: dtcp.context_parallel_attention(
             query, key, value, mesh=self._mesh, layout=layout, enable_gqa=p.num_heads != p.num_kv_heads,
-            strategy=configuration.strategy, **told, **({"sinks": sinks[0]} if sinks else {}),
+            **strategy_arguments(configuration.strategy), **told, **({"sinks": sinks[0]} if sinks else {}),
         )  # fmt: skip
 
 

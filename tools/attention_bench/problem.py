@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Largest relative difference between two right results. Measured: 1e-6 in float32, and up to 1e-2 in bfloat16 and
 # 1.5e-3 in float16, a few units of the last place of results that are themselves rounded.
@@ -54,6 +54,12 @@ class Configuration:
 
     def __str__(self) -> str:
         return f"{self.case.seq_len} tokens, mask {self.case.mask}, layout {self.layout}, strategy {self.strategy}"
+
+
+def strategy_arguments(name: str) -> dict[str, Any]:
+    """How a call asks for ``ring``, ``hybrid:2`` and the like; wrong names are refused by the call."""
+    strategy, _, degree = name.partition(":")
+    return {"strategy": strategy, "ulysses_degree": int(degree) if degree.isdecimal() else degree or None}
 
 
 class Seconds(NamedTuple):

@@ -28,10 +28,11 @@ def print_tables(console: Console, records: list[dict[str, Any]]) -> None:
         console.print(_window_table(records))
 
 
-def _table(title: str, *heads: str) -> Table:
+def make_table(title: str, *heads: str) -> Table:
+    """A table without lines, numbers to the right."""
     table = Table(title=title, box=box.SIMPLE, title_justify="left", pad_edge=False)
     for head in heads:
-        is_text = head in ("mask", "layout", "strategy", "way")
+        is_text = head in ("mask", "layout", "strategy", "way", "source", "what", "passes", "role")
         table.add_column(head, justify="left" if is_text else "right", no_wrap=head != "way")
     return table
 
@@ -44,7 +45,7 @@ def _time_table(records: list[dict[str, Any]]) -> Table:
     main = _main(records[0])
     forward = ("forward", "ratio") if main != "forward" else ()
     numbers = (*forward, main.replace("_", "+"), "min..max", "ratio", "limit", "to limit", "error")
-    table = _table("Time, ms", "tokens", "mask", "layout", "strategy", *numbers)
+    table = make_table("Time, ms", "tokens", "mask", "layout", "strategy", *numbers)
     for r in records:
         is_single = r["layout"] is None
         first = [_ms(r["forward_seconds_median"]), _number(r["forward_ratio_to_single_process"])] if forward else []
@@ -69,7 +70,7 @@ def _names(record: dict[str, Any]) -> list[str]:
 
 def _work_table(records: list[dict[str, Any]]) -> Table:
     """One row for each layout of a case: the strategy does not change its pairs."""
-    table = _table(
+    table = make_table(
         "Pairs of (query, key), millions, of one head", "tokens", "mask", "layout", "allowed", "computed",
         "computed/allowed", "allowed/causal", "imbalance",
     )  # fmt: skip
@@ -99,7 +100,7 @@ def _windows(records: list[dict[str, Any]]) -> dict[tuple[str, ...], list[dict[s
 
 
 def _window_table(records: list[dict[str, Any]]) -> Table:
-    table = _table(
+    table = make_table(
         "Work follows the window", "tokens", "mask", "layout", "strategy", "window", "computed, millions", "time, ms",
         "ns per pair and head",
     )  # fmt: skip
@@ -123,7 +124,7 @@ def _millions(pairs: int) -> str:
 def _bytes_table(records: list[dict[str, Any]]) -> Table:
     passes = ("forward", "backward") if records[0]["with_backward"] else ("forward",)
     heads = [head for name in passes for head in (name, "closed form")]
-    table = _table("Sent by a rank, MiB: mean / max over ranks", "tokens", "mask", "layout", "strategy", *heads)
+    table = make_table("Sent by a rank, MiB: mean / max over ranks", "tokens", "mask", "layout", "strategy", *heads)
     for r in records:
         if r["layout"] is None:
             continue

@@ -26,6 +26,11 @@ class Kernel(Protocol):
     name: str
     takes_masks: bool  # whether it can be given ``scores``
 
+    @property
+    def for_one_tile(self) -> Kernel:
+        """The kernel for calls whose whole result is that of one tile, and that nothing is merged with."""
+        ...
+
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         """Why this kernel cannot run inputs like ``query`` with head dims up to ``head_dim``; None if it can."""
         ...

@@ -36,6 +36,10 @@ class FlashKernel:
     name = "flash"
     takes_masks = False
 
+    @property
+    def for_one_tile(self) -> FlashKernel:
+        return self
+
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         return _half_refusal(query, head_dim, 256, (8, 0))
 
@@ -76,6 +80,10 @@ class EfficientKernel:
 
     name = "efficient"
     takes_masks = False
+
+    @property
+    def for_one_tile(self) -> EfficientKernel:
+        return self
 
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         if query.dtype not in (*_HALF, torch.float32):
@@ -121,6 +129,10 @@ class CudnnKernel:
 
     name = "cudnn"
     takes_masks = False
+
+    @property
+    def for_one_tile(self) -> CudnnKernel:
+        return self
 
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         return _half_refusal(query, head_dim, 128, (8, 0))

@@ -28,6 +28,10 @@ class MathKernel:
     def __init__(self, dropout: TileDropout | None = None) -> None:
         self._dropout = dropout
 
+    @property
+    def for_one_tile(self) -> MathKernel:
+        return self
+
     def refusal(self, query: Tensor, head_dim: int) -> str | None:
         return None
 
