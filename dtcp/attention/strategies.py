@@ -6,6 +6,7 @@ Keys and values travel as one message, kv (S_kv, B, Hkv, D+Dv): a range of slots
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
@@ -205,9 +206,8 @@ class AllGather:
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         partial = new_partial(query, value)
-        kv, gathering = start_all_gather_rows(pack(key, value), call.group)
-        attend(call, partial, query, whole_shard(call.rank, key, value), call.tiles(call.rank))
-        gathering.wait()
+        with _gathered(call, key, value) as kv:
+            attend(call, partial, query, whole_shard(call.rank, key, value), call.tiles(call.rank))
         for held in self._others(call, kv, key.size(-1)):
             attend(call, partial, query, held, call.tiles(held.source))
         return partial.result()
@@ -216,19 +216,24 @@ class AllGather:
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = Gradients(call, grad_out, query, key, value, out, lse)
-        kv, gathering = start_all_gather_rows(pack(key, value), call.group)
         early, late = halves_of_heads(key)
-        grads.add_own(call.tiles(call.rank), early)
-        gathering.wait()
-        grad_kv = torch.zeros_like(kv, dtype=grads.dtype)
-        others = zip(self._others(call, kv, key.size(-1)), self._others(call, grad_kv, key.size(-1)), strict=True)
-        for held, part in others:
-            grads.add_part(held, call.tiles(held.source), part)
+        with _gathered(call, key, value) as kv:
+            grads.add_own(call.tiles(call.rank), early)
+        grad_kv = self._grads_of_others(call, grads, kv, key.size(-1))
+        del kv  # before the sums of all ranks come
         returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
         grads.add_own(call.tiles(call.rank), late)
         scattering.wait()
         grads.add_returned(returned.flatten(0, 1), NeededKeys(((None, ((0, returned.size(0)),)),)))
         return grads.totals
+
+    def _grads_of_others(self, call: Call, grads: Gradients, kv: Tensor, head_dim: int) -> Tensor:
+        """This rank's part of the gradient of all keys, in the order of ``kv``."""
+        grad_kv = torch.zeros_like(kv, dtype=grads.dtype)
+        others = self._others(call, kv, head_dim), self._others(call, grad_kv, head_dim)
+        for held, part in zip(*others, strict=True):
+            grads.add_part(held, call.tiles(held.source), part)
+        return grad_kv
 
     @staticmethod
     def _others(call: Call, kv: Tensor, head_dim: int) -> Iterator[HeldKeys]:
@@ -236,6 +241,14 @@ class AllGather:
         for source, entries in enumerate(kv.chunk(call.layout.cp)):
             if source != call.rank:
                 yield whole_shard(source, *unpack(entries, head_dim))
+
+
+@contextlib.contextmanager
+def _gathered(call: Call, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+    """Gather keys and values of all ranks while the block runs; what was sent is freed at its end."""
+    kv, gathering = start_all_gather_rows(pack(key, value), call.group)
+    yield kv
+    gathering.wait()
 
 
 CORES: dict[str, Strategy] = {"ring": Ring(), "exchange": ExactExchange(), "all_gather": AllGather()}
