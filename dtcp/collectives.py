@@ -9,7 +9,7 @@ import math
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,9 +84,9 @@ class OwnGroup:
         return self._size
 
     def start_messages(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> list[dist.Work]:
-        """Start sending to and receiving from the ranks named, in order."""
+        """Start sending (peer, rows), and filling rows from a peer, in order."""
         raise NotImplementedError
 
     def start_all_gather(self, gathered: Tensor, rows: Tensor) -> dist.Work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from dtcp.collectives import own_group
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """``rows`` go to, or come from, ``peer``; contiguous."""
 
     peer: int
@@ -36,7 +35,7 @@ def start_exchange(sends: list[Message], receives: list[Message], group: dist.Pr
     they do not. A message without rows is not sent.
     """
     if (own := own_group(group)) is not None:
-        sent, received = ([(m.peer, m.rows) for m in messages if m.rows.size(0)] for messages in (sends, receives))
+        sent, received = [m for m in sends if m.rows.size(0)], [m for m in receives if m.rows.size(0)]
         return Exchange(own.start_messages(sent, received))
     operations = [dist.P2POp(dist.isend, m.rows, group=group, group_peer=m.peer) for m in sends if m.rows.size(0)]
     operations += [dist.P2POp(dist.irecv, m.rows, group=group, group_peer=m.peer) for m in receives if m.rows.size(0)]

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -143,7 +143,9 @@ class LoopbackGroup(OwnGroup):
         super().__init__(name, rank, size)
         self._loopback = loopback
 
-    def start_messages(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[dist.Work]:
+    def start_messages(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.Work]:
         started = [self._post(peer, rows, is_send=True) for peer, rows in sends]
         started += [self._post(peer, rows, is_send=False) for peer, rows in receives]
         return started  # type: ignore[return-value]

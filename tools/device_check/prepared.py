@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ class PreparedGroup(OwnGroup):
         self._dtype = dtype
         self._prepared: dict[tuple[Any, ...], Tensor] = {}
 
-    def start_messages(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[dist.Work]:
+    def start_messages(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.Work]:
         for _, rows in receives:
             rows.copy_(self._like(rows))
         return []

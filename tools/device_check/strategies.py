@@ -68,13 +68,7 @@ def _answer(problem: Problem, device: torch.device) -> tuple:
 
 
 def _compare(
-    section: Section,
-    row: dict,
-    what: str,
-    by_name: dict[str, float],
-    of_one_call: dict[str, float],
-    dtype: str,
-    cp: int,
+    section: Section, row: dict, what: str, by_name: dict[str, float], of_one_call: dict[str, float], dtype: str
 ) -> None:
     """Keep the largest error of the dtype, and of ratios to one call's; check those."""
     largest = max(error for name, error in by_name.items() if name != "lse")
