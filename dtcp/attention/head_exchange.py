@@ -7,7 +7,6 @@ each set of ranks would cost buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -93,13 +92,15 @@ class HeadExchange:
         self._group, self._degree = call.group, degree
         block, self.member = divmod(call.group.rank(), degree)
         self._first = block * degree
-        self.of_queries = places_of(call.layout, degree, block)
-        self.of_keys = places_of(call.kv_layout, degree, block)
+        self._others = [peer for peer in range(degree) if peer != self.member]
+        self.of_queries = self.of_keys = places_of(call.layout, degree, block)
+        if call.kv_layout is not call.layout:
+            self.of_keys = places_of(call.kv_layout, degree, block)
 
     def start_to_heads(self, moved: list[Moved]) -> Pending:
         """Send each rank its heads of this rank's tokens."""
         sends, receives, received = [], [], self._nothing()
-        for peer in self._others():
+        for peer in self._others:
             buffer, parts = _buffer(moved, peer)
             for x, part in zip(moved, parts, strict=True):
                 part.copy_(_of_heads(x.source, x.heads[peer]))
@@ -119,7 +120,7 @@ class HeadExchange:
     def start_to_tokens(self, moved: list[Moved]) -> Pending:
         """Send each rank its tokens of this rank's heads."""
         sends, receives, received = [], [], self._nothing()
-        for peer in self._others():
+        for peer in self._others:
             buffer, parts = _buffer(moved, self.member)
             for x, part in zip(moved, parts, strict=True):
                 _take(x, peer, part)
@@ -141,9 +142,6 @@ class HeadExchange:
 
     def _nothing(self) -> list[list[Tensor] | None]:
         return [None] * self._degree
-
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self._degree) if peer != self.member]
 
 
 def _of_heads(x: Tensor, heads: range) -> Tensor:
@@ -195,32 +193,24 @@ def _runs(slots: Integers) -> tuple[Run, ...] | Integers:
 
 def _put(x: Moved, rank: int, part: Tensor) -> None:
     """Write ``part``, the slots of ``rank``, to their places in the target."""
-    for own, merged in _views(x.places.by_rank[rank], part, x.target):
-        if isinstance(merged, Tensor):
-            merged.copy_(own)
-        else:
-            whole, index = merged
-            whole[:, :, index] = own
+    for rows, runs in x.places.by_rank[rank]:
+        own, merged = (part, x.target) if rows is None else (part[rows], x.target[rows])
+        if isinstance(runs, np.ndarray):
+            merged[:, :, torch.from_numpy(runs).to(part.device)] = own
+            continue
+        for slots, place in runs:
+            merged[:, :, place] = own if slots is None else own[:, :, slots]
 
 
 def _take(x: Moved, rank: int, part: Tensor, *, adds: bool = False) -> None:
     """Write the slots of ``rank`` to ``part`` from their places in the source, or add them."""
-    for own, merged in _views(x.places.by_rank[rank], part, x.source):
-        source = merged if isinstance(merged, Tensor) else merged[0][:, :, merged[1]]
-        if adds:
-            own.add_(source)
-        else:
-            own.copy_(source)
-
-
-def _views(
-    places: tuple[tuple[slice | None, tuple[Run, ...] | Integers], ...], part: Tensor, merged: Tensor
-) -> Iterator[tuple[Tensor, Tensor | tuple[Tensor, Tensor]]]:
-    """Yield (some slots of ``part``, the same among the merged ones: a view, or (tensor, index of slots))."""
-    for rows, runs in places:
-        own, whole = (part, merged) if rows is None else (part[rows], merged[rows])
-        if isinstance(runs, np.ndarray):
-            yield own, (whole, torch.from_numpy(runs).to(part.device))
-            continue
-        for slots, place in runs:
-            yield own if slots is None else own[:, :, slots], whole[:, :, place]
+    for rows, runs in x.places.by_rank[rank]:
+        own, merged = (part, x.source) if rows is None else (part[rows], x.source[rows])
+        pairs: list[tuple[slice | None, slice | Tensor]]
+        pairs = [(None, torch.from_numpy(runs).to(part.device))] if isinstance(runs, np.ndarray) else [*runs]
+        for slots, place in pairs:
+            target, source = own if slots is None else own[:, :, slots], merged[:, :, place]
+            if adds:
+                target.add_(source)
+            else:
+                target.copy_(source)

@@ -11,6 +11,7 @@ S_merged slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
@@ -38,9 +39,7 @@ def kept_shapes(
     query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], degree: int
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of ``Kept`` as (B, S, h, D), lse (B, h, S), of inputs (B, S, H, D): those of the rank with most heads."""
-    parts = cut_heads(int(query[2]), int(key[2]), degree)  # numbers of heads are never symbolic
-    spans = [whole_of(parts, member) for member in range(degree)]
-    heads, kv_heads = (max(len(span[i]) for span in spans) for i in (0, 1))
+    heads, kv_heads = _most_heads(int(query[2]), int(key[2]), degree)  # numbers of heads are never symbolic
     of_queries, of_keys = (query[0], query[1] * degree), (key[0], key[1] * degree)
     return (
         (*of_queries, heads, query[3]),
@@ -49,6 +48,13 @@ def kept_shapes(
         (*of_queries, heads, value[3]),
         (query[0], heads, of_queries[1]),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _most_heads(num_heads: int, num_kv_heads: int, degree: int) -> tuple[int, int]:
+    parts = cut_heads(num_heads, num_kv_heads, degree)
+    spans = [whole_of(parts, member) for member in range(degree)]
+    return max(len(queries) for queries, _ in spans), max(len(keys) for _, keys in spans)
 
 
 class Ulysses:
@@ -202,10 +208,11 @@ class Ulysses:
             modifiers = dataclasses.replace(
                 modifiers, attn_bias=bias, grad_bias=None if grad is None else torch.zeros_like(bias, dtype=grad.dtype)
             )
+        layout = call.layout.merge(degree)
+        kv_layout = layout if call.kv_layout is call.layout else call.kv_layout.merge(degree)
         return dataclasses.replace(
-            call, layout=call.layout.merge(degree), kv_layout=call.kv_layout.merge(degree), merged=degree,
-            modifiers=modifiers, dropout=dropout,
-        )  # fmt: skip
+            call, layout=layout, kv_layout=kv_layout, merged=degree, modifiers=modifiers, dropout=dropout
+        )
 
     def _to_heads(self, x: Tensor, heads: tuple[range, ...]) -> Tensor:
         """(B, H, S_local, E) of queries as (B, h, S_merged, E)."""
