@@ -270,12 +270,13 @@ def agree(
     if device.type == "cpu" or signature not in _agreed:
         names = zlib.crc32("/".join(fields).encode())
         records = _gather_records(operation, [int(error is None), names, *fields.values()], group, device)
-        difference = _difference(list(fields), records, entry)
-        if error is not None:
-            if isinstance(error, ValueError) and difference:
-                raise ValueError(f"{error} ({difference})") from error
-            raise error
-        _compare(operation, difference, records)
+        if error is not None or any(record != records[0] for record in records):
+            difference = _difference(list(fields), records, entry)
+            if error is not None:
+                if isinstance(error, ValueError) and difference:
+                    raise ValueError(f"{error} ({difference})") from error
+                raise error
+            _compare(operation, difference, records)
     if device.type != "cpu":
         _agreed.add(signature)
     # Equal on every rank without being sent: a group agrees on a call together or not at all.
