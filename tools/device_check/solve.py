@@ -27,7 +27,7 @@ def solve(
     posed: Posed, layout: SequenceLayout, how: ResolvedStrategy, loopback: Loopback, kernel: str = "auto"
 ) -> dict[str, Tensor]:
     """out, lse and gradients of the whole sequence; what pad slots hold is NaN."""
-    by_rank = loopback.run(lambda group: _on_rank(posed, layout, how, group, kernel))
+    by_rank = loopback.run(lambda group: on_rank(posed, layout, how, group, kernel))
     rows = posed.query.size(0)
     whole: dict[str, Tensor] = {}
     for name in RESULTS:
@@ -43,7 +43,7 @@ def solve(
     return whole
 
 
-def _on_rank(
+def on_rank(
     posed: Posed, layout: SequenceLayout, how: ResolvedStrategy, group: dist.ProcessGroup, kernel: str
 ) -> dict[str, Tensor]:
     query, key, value, grad_out = (
