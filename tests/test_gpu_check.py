@@ -102,8 +102,14 @@ def test_a_section_stops_in_time_and_says_after_what():
         time.sleep(0.05)
         done.append(check)
     section.finish()
-    assert section.notes == [f"CUT SHORT: {len(done)} of 100 naps fitted into 0 s"]
+    assert section.notes == [f"CUT SHORT: {len(done)} of 100 naps fitted into 0.3 s"]
     assert 1 < len(done) < 7 and section.seconds < 0.4
+
+
+def test_the_first_check_is_made_whatever_it_costs():
+    section = Section("late", 0.0)
+    assert list(section.within_budget([1, 2, 3], "naps")) == [1]
+    assert section.notes == ["CUT SHORT: 1 of 3 naps fitted into 0.0 s"]
 
 
 def test_nan_is_beyond_every_tolerance():

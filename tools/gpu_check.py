@@ -56,7 +56,7 @@ def check(device: torch.device, seconds: float, names: list[str]) -> list[Sectio
     for name in names:
         # What a section before has left over is given on.
         spare = sum(s.budget_seconds - s.seconds for s in sections)
-        section = Section(name, max(seconds * SHARES[name] / total + spare, 1.0))
+        section = Section(name, max(seconds * SHARES[name] / total + spare, 0.2))
         sections.append(section)
         torch.manual_seed(0)
         with section.catching(f"section {name}"):

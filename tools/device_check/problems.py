@@ -113,10 +113,10 @@ def pose(problem: Problem, device: torch.device, seed: int = 0) -> Posed:
 
 def right_answer(posed: Posed) -> dict[str, Tensor]:
     """Every result in float64; the gradient of sinks too, where there are some."""
-    inputs = [x.double().requires_grad_() for x in (posed.query, posed.key, posed.value)]
+    inputs = [x.double().clone().requires_grad_() for x in (posed.query, posed.key, posed.value)]
     masks, names = dict(posed.masks), list(RESULTS[2:])
     if "sinks" in masks:
-        masks["sinks"] = masks["sinks"].double().requires_grad_()
+        masks["sinks"] = masks["sinks"].double().clone().requires_grad_()
         inputs.append(masks["sinks"])
         names.append("grad_sinks")
     out, lse = reference_attention(

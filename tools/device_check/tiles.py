@@ -48,7 +48,7 @@ def time_tiles(device: torch.device, section: Section, *, is_small: bool) -> Non
     for done, (seq_len, cp, layout_name) in enumerate(cases):
         known = full.get(seq_len) or [(seq_len / s) ** 2 * sum(t) for s, t in full.items()][-1:]  # pairs grow so
         # The tiles and four strategies, each to warm up and two or three times to be timed.
-        if not section.fits(18 * sum(known)):
+        if done and not section.fits(18 * sum(known)):
             section.notes.append(
                 f"CUT SHORT: {done} of {len(cases)} cases fitted into {section.budget_seconds:.0f} s; from "
                 f"{seq_len} tokens, cp {cp}, {layout_name} on there was no time"
