@@ -37,6 +37,16 @@ def test_every_strategy_on_a_loopback_matches_the_float64_oracle(strategy, layou
     assert all(error < 1e-10 for error in found.values()), found
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("cp", "seq_len"), [(5, 8), (6, 9), (7, 12)])
+def test_gradients_come_home_where_ranks_have_nothing_to_do_in_some_steps(strategy, cp, seq_len):
+    """Two ranks that read each other's keys have to send keys and gradients in one order, whatever others need."""
+    posed = pose(Problem("documents+window", (7, 7, 8, 8), seq_len, torch.float64), torch.device("cpu"))
+    layout = dtcp.make_layout("per_document", seq_len=seq_len, cp=cp, documents=posed.documents)
+    found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp)), right_answer(posed))
+    assert all(error < 1e-10 for error in found.values()), found
+
+
 def on_process(rank: int, world: int, strategy: str) -> dict[str, torch.Tensor]:
     """A rank of a process group, by gloo."""
     posed = pose(Problem("documents", (6, 2, 16, 8), 45), torch.device("cpu"))

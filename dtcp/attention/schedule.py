@@ -71,22 +71,34 @@ def _documents_of(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask,
 def exchange_steps(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
 ) -> tuple[Step, ...]:
-    """Return the steps of ``rank`` in which it has something to do; step 0 is its own keys.
+    """Return the steps of ``rank``, as many on every rank; step 0 is its own keys.
 
     Tiles number the keys that are needed (``layout.tiles(only_needed=True)``), but those of step 0.
     """
+    # Note [Why a rank takes part in steps that bring it nothing]
+    # Two ranks that read each other's keys send each other keys in one step and gradients after another, and what
+    # tells these messages from each other is their order alone. A rank that left out steps of its own would send the
+    # keys of a later step before the gradients of an earlier one, where the other expects them after.
     steps = []
-    for distance in range(layout.cp):
+    for distance in _distances(layout, kv_layout, mask):
         # Under a causal mask the ranks below need all of a rank's keys and come first, as in the ring.
         source, reader = (rank + distance) % layout.cp, (rank - distance) % layout.cp
         keys = layout.needed(rank, source, mask, kv_layout=kv_layout)
         reader_keys = layout.needed(reader, rank, mask, kv_layout=kv_layout)
-        if distance == 0 or keys.groups or reader_keys.groups:
-            tiles = layout.tiles(
-                rank, source, mask, kv_layout=kv_layout, may_mask=may_mask, only_needed=distance > 0
-            )
-            steps.append(Step(source, tiles, keys, reader, reader_keys))
+        tiles = layout.tiles(rank, source, mask, kv_layout=kv_layout, may_mask=may_mask, only_needed=distance > 0)
+        steps.append(Step(source, tiles, keys, reader, reader_keys))
     return tuple(steps)
+
+
+@remembered(of=_documents_of)
+def _distances(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> tuple[int, ...]:
+    """The distances at which some rank needs keys; 0 always."""
+    cp = layout.cp
+
+    def is_needed(distance: int) -> bool:
+        return any(layout.needed(r, (r + distance) % cp, mask, kv_layout=kv_layout).groups for r in range(cp))
+
+    return (0, *(distance for distance in range(1, cp) if is_needed(distance)))
 
 
 @remembered(of=_documents_of)
