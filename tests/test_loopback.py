@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,6 +27,8 @@ LAYOUTS = ("contiguous", "head_tail", "striped", "per_document", "auto")
     strategy=st.sampled_from(STRATEGIES), layout_name=st.sampled_from(LAYOUTS), mask=st.sampled_from(list(MASKS)),
     cp=st.integers(1, 6), seq_len=st.integers(8, 50), heads=st.sampled_from([(6, 2, 8, 8), (7, 7, 8, 4), (6, 1, 4, 8)]),
 )  # fmt: skip
+@example("ring", "head_tail", "sinks", 3, 41, (6, 2, 8, 8))
+@example("ulysses", "striped", "sinks", 4, 41, (6, 2, 8, 8))
 @settings(max_examples=30)
 def test_every_strategy_on_a_loopback_matches_the_float64_oracle(strategy, layout_name, mask, cp, seq_len, heads):
     if layout_name == "per_document":

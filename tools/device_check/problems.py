@@ -104,7 +104,8 @@ def pose(problem: Problem, device: torch.device, seed: int = 0) -> Posed:
 
     masks = MASKS[problem.mask](problem.seq_len)
     if masks.pop("sinks", False):
-        masks["sinks"] = torch.randn(hq, generator=generator).to(device)
+        wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+        masks["sinks"] = torch.randn(hq, generator=generator).to(device, wide)
     return Posed(
         draw(hq, problem.seq_len, head_dim, 2.0), draw(hkv, num_keys, head_dim), draw(hkv, num_keys, value_dim),
         draw(hq, problem.seq_len, value_dim), masks,
