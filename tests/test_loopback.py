@@ -18,7 +18,9 @@ from device_check.solve import STRATEGIES, on_rank, solve, strategy_of
 import dtcp
 from dtcp.attention.comm import Message, start_exchange
 from dtcp.attention.loopback import Loopback
+from dtcp.attention.schedule import exchange_steps
 from dtcp.collectives import all_gather_rows, reduce_scatter_rows, resolve_group
+from dtcp.mask import checked_mask
 
 LAYOUTS = ("contiguous", "head_tail", "striped", "per_document", "auto")
 
@@ -47,6 +49,25 @@ def test_gradients_come_home_where_ranks_have_nothing_to_do_in_some_steps(strate
     layout = dtcp.make_layout("per_document", seq_len=seq_len, cp=cp, documents=posed.documents)
     found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp)), right_answer(posed))
     assert all(error < 1e-10 for error in found.values()), found
+
+
+@given(
+    layout_name=st.sampled_from(LAYOUTS), mask=st.sampled_from(sorted({*MASKS} - {"mask_mod", "sinks"})),
+    cp=st.integers(1, 9), seq_len=st.integers(8, 60),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_an_exchange_has_the_steps_in_which_some_rank_needs_keys(layout_name, mask, cp, seq_len):
+    if layout_name == "per_document":
+        mask = "documents+window"
+    options = MASKS[mask](seq_len)
+    layout = dtcp.make_layout(layout_name, seq_len=seq_len, cp=cp, documents=options.get("documents"))
+    seen = checked_mask(**{"is_causal": False, **options})
+    needed = {
+        distance for distance in range(cp) for r in range(cp) if layout.needed(r, (r + distance) % cp, seen).groups
+    }
+    for rank in range(cp):
+        steps = exchange_steps(layout, layout, seen, True, rank)
+        assert [(step.source - rank) % cp for step in steps] == sorted(needed | {0})
 
 
 def on_process(rank: int, world: int, strategy: str) -> dict[str, torch.Tensor]:

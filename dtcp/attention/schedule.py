@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from dtcp.documents import Documents
-from dtcp.layout import SequenceLayout
+from dtcp.layout import SequenceLayout, row_groups, slot_positions
 from dtcp.mask import Mask
 from dtcp.needed import NeededKeys, Rows, range_of_keys
 from dtcp.remembered import remembered
@@ -92,13 +94,23 @@ def exchange_steps(
 
 @remembered(of=_documents_of)
 def _distances(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> tuple[int, ...]:
-    """The distances at which some rank needs keys; 0 always."""
-    cp = layout.cp
-
-    def is_needed(distance: int) -> bool:
-        return any(layout.needed(r, (r + distance) % cp, mask, kv_layout=kv_layout).groups for r in range(cp))
-
-    return (0, *(distance for distance in range(1, cp) if is_needed(distance)))
+    """The distances at which some rank needs keys; 0 always. Costs O(cp·S): what every pair needs would cost cp²."""
+    cp, num_keys, found = layout.cp, kv_layout.seq_len, {0}
+    for rows in row_groups(layout, kv_layout, mask):
+        row = 0 if rows is None else rows[0]
+        first, stop = mask.intervals(layout.seq_len, num_keys, row)
+        owners = np.empty(kv_layout.padded_seq_len, dtype=np.int64)
+        for owner in range(cp):
+            owners[slot_positions(kv_layout, owner, row)] = owner
+        for rank in range(cp):
+            queries = slot_positions(layout, rank, row)[: layout.num_valid(rank)]
+            starts, stops = (np.bincount(of[queries], minlength=num_keys + 1) for of in (first, stop))
+            is_seen = (starts - stops).cumsum()[:num_keys] > 0
+            holders = np.bincount(owners[:num_keys][is_seen], minlength=cp).nonzero()[0]
+            found.update(((holders - rank) % cp).tolist())
+        if len(found) == cp:
+            break
+    return tuple(sorted(found))
 
 
 @remembered(of=_documents_of)
