@@ -9,7 +9,7 @@ import math
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +62,49 @@ class _Alone:
 
 ALONE: dist.ProcessGroup = _Alone()  # type: ignore[assignment]
 
+_OWN = "own:"
+
+
+class OwnGroup:
+    """In the place of a process group for ranks that move rows themselves, as threads of one process do.
+
+    ``resolve_group`` finds it by its name for as long as somebody holds it. What the methods that start something
+    return has a ``wait``; until that has returned, the tensors belong to the exchange.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.group_name = f"{_OWN}{name}:{rank}"
+        self._rank, self._size = rank, size
+        _own_groups[self.group_name] = self
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def start_messages(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.Work]:
+        """Start sending (peer, rows), and filling rows from a peer, in order."""
+        raise NotImplementedError
+
+    def start_all_gather(self, gathered: Tensor, rows: Tensor) -> dist.Work:
+        """Start filling ``gathered`` with the ``rows`` of every rank, 1-D."""
+        raise NotImplementedError
+
+    def start_reduce_scatter(self, scattered: Tensor, rows: Tensor) -> dist.Work:
+        """Start filling ``scattered`` with this rank's part of the sum of all ranks' ``rows``, 1-D."""
+        raise NotImplementedError
+
+
+def own_group(group: object) -> OwnGroup | None:
+    """Return ``group`` if it is an ``OwnGroup``; one stands where process groups do, which have no class in common."""
+    return group if isinstance(group, OwnGroup) else None
+
+
+_own_groups: weakref.WeakValueDictionary[str, OwnGroup] = weakref.WeakValueDictionary()
+
 
 class _Recomputing(threading.local):
     """What groups had agreed on before the block that is being recomputed was checkpointed; None outside of that."""
@@ -104,6 +147,8 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
     """Return the process group of that name, `ALONE` for "": a name is what travels through compiled graphs."""
     if group_name == ALONE.group_name:
         return ALONE
+    if group_name.startswith(_OWN):
+        return _own_groups[group_name]  # type: ignore[return-value]
     from torch.distributed.distributed_c10d import _find_pg_by_ranks_and_tag, _resolve_process_group
 
     if group_name.startswith(f'["{_AXIS}"'):
@@ -144,12 +189,16 @@ def start_all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> tuple[Tenso
     """Like ``all_gather_rows``, but return at once; neither tensor may be touched before ``work.wait()``."""
     gathered = rows.new_empty(group.size() * rows.size(0), *rows.shape[1:])
     # As bytes: gloo and NCCL refuse some dtypes (bool, int16, float8), and a gather need not know them.
+    if (own := own_group(group)) is not None:
+        return gathered, own.start_all_gather(_bytes(gathered), _bytes(rows.contiguous()))
     return gathered, _all_gather(_bytes(gathered), _bytes(rows.contiguous()), group=group, async_op=True)
 
 
 def start_reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start the sum over ranks of the (P·n, …) rows, in their dtype; return this rank's (n, …) and the work."""
     scattered = rows.new_empty(rows.size(0) // group.size(), *rows.shape[1:])
+    if (own := own_group(group)) is not None:
+        return scattered, own.start_reduce_scatter(scattered.view(-1), rows.contiguous().view(-1))
     return scattered, _reduce_scatter(scattered.view(-1), rows.contiguous().view(-1), group=group, async_op=True)
 
 
@@ -221,12 +270,13 @@ def agree(
     if device.type == "cpu" or signature not in _agreed:
         names = zlib.crc32("/".join(fields).encode())
         records = _gather_records(operation, [int(error is None), names, *fields.values()], group, device)
-        difference = _difference(list(fields), records, entry)
-        if error is not None:
-            if isinstance(error, ValueError) and difference:
-                raise ValueError(f"{error} ({difference})") from error
-            raise error
-        _compare(operation, difference, records)
+        if error is not None or any(record != records[0] for record in records):
+            difference = _difference(list(fields), records, entry)
+            if error is not None:
+                if isinstance(error, ValueError) and difference:
+                    raise ValueError(f"{error} ({difference})") from error
+                raise error
+            _compare(operation, difference, records)
     if device.type != "cpu":
         _agreed.add(signature)
     # Equal on every rank without being sent: a group agrees on a call together or not at all.

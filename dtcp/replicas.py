@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dtcp.collectives import resolve_group
+from dtcp.collectives import own_group, resolve_group
 
 _MAX_OPTIMIZERS = 4  # in a group; programs that make one in each step are not followed for long
 _MAX_STEPS = 3  # of an optimizer, to find gradients, and then the others' norms
@@ -44,7 +44,7 @@ _remove_hook: Callable[[], None] | None = None
 def expect_equal_gradients(group: dist.ProcessGroup) -> None:
     """Tell that a backward has left shares of gradients on the ranks of ``group``. Costs a look-up after the first."""
     global _remove_hook
-    if group.group_name in _groups:
+    if group.group_name in _groups or own_group(group) is not None:  # whose ranks have one model
         return
     _groups[group.group_name] = _Group(group.group_name, is_done=group.size() == 1)
     if _remove_hook is None and group.size() > 1:

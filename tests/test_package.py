@@ -42,7 +42,7 @@ LAYERS = [
     ["attention.dropout", "attention.blocks"],
     ["attention.scores"],
     ["attention.kernels", "attention.merge", "attention.comm", "attention.schedule", "attention.calls"],
-    ["attention.two_level_schedule"],
+    ["attention.loopback", "attention.two_level_schedule"],
     ["attention.held", "attention.heads"],
     ["attention.call"],
     ["attention.gradients", "attention.head_exchange"],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 import zlib
 
-import torch
 from torch import Tensor
 
 from dtcp.attention.arguments import ResolvedStrategy, check_heads_of_ranks, length_error
@@ -133,7 +134,8 @@ def _refusal(query: Tensor, key: Tensor, call: Call, ulysses_degree: int) -> Val
 
 
 def _bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float64).view(torch.int64))
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return bits
 
 
 def _layout_fields(of: str, layout: SequenceLayout) -> dict[str, int]:
@@ -144,5 +146,6 @@ def _layout_fields(of: str, layout: SequenceLayout) -> dict[str, int]:
     }
 
 
+@functools.cache
 def _choices(names: tuple[str, ...]) -> str:
     return ", ".join(f"{index} {name}" for index, name in enumerate(names))

@@ -7,8 +7,9 @@ each set of ranks would cost buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,155 +17,200 @@ from dtcp.attention.call import Call
 from dtcp.attention.comm import Exchange, Message, start_exchange
 from dtcp.documents import Integers
 from dtcp.layout import SequenceLayout, merged_slots
-from dtcp.needed import Rows
+from dtcp.remembered import remembered
 
 _MAX_RUNS = 16  # of slots that lie together, above which an index is faster than slices
 
+# (own slots, None for all; where they lie among the merged ones), of slots that do so evenly.
+Run = tuple[slice | None, slice]
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+
+class Places(NamedTuple):
+    """Where the slots of each merged rank lie among all of theirs.
+
+    Attributes:
+        num_slots: Of one rank.
+        by_rank: For each of them: by batch rows, None for all, its runs; or all places where those are many.
+    """
+
+    num_slots: int
+    by_rank: tuple[tuple[tuple[slice | None, tuple[Run, ...] | Integers], ...], ...]
+
+
+@remembered(of=lambda layout, *_: layout.placed_by, maxsize=256)
+def places_of(layout: SequenceLayout, degree: int, block: int) -> Places:
+    """The places of the ``block``-th ``degree`` adjacent ranks."""
+    merged = layout.merge(degree)
+    slots = [merged_slots(merged, block, row) for row in range(layout.num_rows)]
+    which = [None] if layout.num_rows == 1 else [slice(row, row + 1) for row in range(layout.num_rows)]
+    return Places(
+        layout.local_seq_len,
+        tuple(
+            tuple((rows, _runs(by_rank[rank])) for rows, by_rank in zip(which, slots, strict=True))
+            for rank in range(degree)
+        ),
+    )
+
+
+class Moved(NamedTuple):
     """A tensor whose heads are exchanged for tokens, or back.
 
     Attributes:
-        source: What this rank has.
-        target: What it gets, filled by ``Pending.finish``; its own view of a larger tensor maybe.
+        source: What this rank has; not written to until the exchange has finished.
+        target: What it gets, filled when it finishes; its own view of a larger tensor maybe.
         heads: The heads that each of the ranks has or gets; of ranks that share some, gradients are summed.
-        layout: Of the rank's own slots.
+        places: Of the slots.
     """
 
     source: Tensor
     target: Tensor
     heads: tuple[range, ...]
-    layout: SequenceLayout
+    places: Places
 
 
-class Pending:
-    """An exchange in flight."""
+class Pending(NamedTuple):
+    """An exchange in flight.
 
-    def __init__(self, exchange: Exchange, received: list[tuple[int, list[Tensor]]], moved: list[Moved]) -> None:
-        self._exchange, self._received = exchange, received
-        self.moved = moved
+    Attributes:
+        received: From each of the merged ranks, its part of each tensor; nothing from this one itself.
+    """
 
-    def wait(self) -> list[tuple[int, list[Tensor]]]:
-        """(rank among the merged ones, its part of each tensor) of all of them."""
-        self._exchange.wait()
-        return self._received
+    exchange: Exchange
+    received: list[list[Tensor] | None]
+    moved: list[Moved]
 
 
 class HeadExchange:
-    """Exchanges among the ``degree`` adjacent ranks that this one belongs to."""
+    """Exchanges among the ``degree`` adjacent ranks that this one belongs to.
+
+    Attributes:
+        member: Which of them it is.
+        of_queries, of_keys: Places of the slots of the call's layouts.
+    """
 
     def __init__(self, call: Call, degree: int) -> None:
         self._group, self._degree = call.group, degree
-        self.member = call.group.rank() % degree
-        self._block = call.group.rank() // degree
+        block, self.member = divmod(call.group.rank(), degree)
+        self._first = block * degree
+        self._others = [peer for peer in range(degree) if peer != self.member]
+        self.of_queries = self.of_keys = places_of(call.layout, degree, block)
+        if call.kv_layout is not call.layout:
+            self.of_keys = places_of(call.kv_layout, degree, block)
 
     def start_to_heads(self, moved: list[Moved]) -> Pending:
         """Send each rank its heads of this rank's tokens."""
-        parts = {peer: [x.source[:, _slice(x.heads[peer])] for x in moved] for peer in range(self._degree)}
-        shapes: dict[int, list[tuple[int, ...]]] = {
-            peer: [(x.target.size(0), x.target.size(1), x.layout.local_seq_len, x.target.size(3)) for x in moved]
-            for peer in range(self._degree)
-        }
-        return self._start(moved, parts, shapes)
+        sends, receives, received = [], [], self._nothing()
+        for peer in self._others:
+            buffer, parts = _buffer(moved, peer)
+            for x, part in zip(moved, parts, strict=True):
+                part.copy_(_of_heads(x.source, x.heads[peer]))
+            sends.append(Message(self._first + peer, buffer))
+            buffer, received[peer] = _buffer(moved, self.member)
+            receives.append(Message(self._first + peer, buffer))
+        return Pending(start_exchange(sends, receives, self._group), received, moved)
 
     def finish_to_heads(self, pending: Pending) -> None:
         """Fill the targets, (B, h, S_merged, E)."""
-        for peer, parts in pending.wait():
-            for x, part in zip(pending.moved, parts, strict=True):
-                for rows, slots in self._slots(x.layout, peer):
-                    _put(x.target[_slice(rows)], slots, part[_slice(rows)])
+        pending.exchange.wait()
+        for peer, parts in enumerate(pending.received):
+            for index, x in enumerate(pending.moved):
+                part = _of_heads(x.source, x.heads[peer]) if parts is None else parts[index]
+                _put(x, peer, part)
 
     def start_to_tokens(self, moved: list[Moved]) -> Pending:
         """Send each rank its tokens of this rank's heads."""
-        parts = {peer: [self._taken(x, peer) for x in moved] for peer in range(self._degree)}
-        shapes: dict[int, list[tuple[int, ...]]] = {
-            peer: [(x.source.size(0), len(x.heads[peer]), x.layout.local_seq_len, x.source.size(3)) for x in moved]
-            for peer in range(self._degree)
-        }
-        return self._start(moved, parts, shapes)
+        sends, receives, received = [], [], self._nothing()
+        for peer in self._others:
+            buffer, parts = _buffer(moved, self.member)
+            for x, part in zip(moved, parts, strict=True):
+                _take(x, peer, part)
+            sends.append(Message(self._first + peer, buffer))
+            buffer, received[peer] = _buffer(moved, peer)
+            receives.append(Message(self._first + peer, buffer))
+        return Pending(start_exchange(sends, receives, self._group), received, moved)
 
     def finish_to_tokens(self, pending: Pending) -> None:
         """Add to the targets, (B, H, S_local, E): ranks that share heads have shares of their gradients."""
-        for peer, parts in pending.wait():
-            for x, part in zip(pending.moved, parts, strict=True):
-                x.target[:, _slice(x.heads[peer])].add_(part)
+        pending.exchange.wait()
+        for peer, parts in enumerate(pending.received):
+            for index, x in enumerate(pending.moved):
+                target = _of_heads(x.target, x.heads[peer])
+                if parts is None:
+                    _take(x, peer, target, adds=True)
+                else:
+                    target.add_(parts[index])
 
-    def _start(
-        self, moved: list[Moved], parts: dict[int, list[Tensor]], shapes: dict[int, list[tuple[int, ...]]]
-    ) -> Pending:
-        """One message to each other rank, whose parts lie one after the other as bytes, the widest dtype first."""
-        order = sorted(range(len(moved)), key=lambda i: -moved[i].source.element_size())
-        sends, receives, received = [], [], []
-        first = self._block * self._degree
-        for peer in range(self._degree):
-            if peer == self.member:
-                received.append((peer, parts[peer]))
-                continue
-            sends.append(Message(first + peer, torch.cat([_bytes(parts[peer][i]) for i in order])))
-            sizes = [torch.Size(shapes[peer][i]).numel() * moved[i].source.element_size() for i in order]
-            buffer = moved[0].source.new_empty(sum(sizes), dtype=torch.uint8)
-            views = {
-                i: view.view(moved[i].source.dtype).view(shapes[peer][i])
-                for i, view in zip(order, buffer.split(sizes), strict=True)
-            }
-            receives.append(Message(first + peer, buffer))
-            received.append((peer, [views[i] for i in range(len(moved))]))
-        return Pending(start_exchange(sends, receives, self._group), received, moved)
-
-    def _taken(self, x: Moved, peer: int) -> Tensor:
-        batch, heads, _, width = x.source.shape
-        taken = x.source.new_empty(batch, heads, x.layout.local_seq_len, width)
-        for rows, slots in self._slots(x.layout, peer):
-            _take(x.source[_slice(rows)], slots, taken[_slice(rows)])
-        return taken
-
-    def _slots(self, layout: SequenceLayout, peer: int) -> list[tuple[Rows | None, Integers]]:
-        """(batch rows, where the slots of ``peer`` lie among the merged ones)."""
-        merged = layout.merge(self._degree)
-        if layout.num_rows == 1:
-            return [(None, merged_slots(merged, self._block)[peer])]
-        return [((row, row + 1), merged_slots(merged, self._block, row)[peer]) for row in range(layout.num_rows)]
+    def _nothing(self) -> list[list[Tensor] | None]:
+        return [None] * self._degree
 
 
-def _slice(part: range | Rows | None) -> slice:
-    if part is None:
-        return slice(None)
-    return slice(part.start, part.stop) if isinstance(part, range) else slice(*part)
+def _of_heads(x: Tensor, heads: range) -> Tensor:
+    return x.narrow(1, heads.start, len(heads))
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+def _buffer(moved: list[Moved], rank: int) -> tuple[Tensor, list[Tensor]]:
+    """One message with the heads of ``rank`` of all tensors, one after the other; and each of them in it."""
+    like = moved[0].source
+    shapes, sizes = [], []
+    for x in moved:
+        batch, _, _, width = x.source.shape
+        heads, slots = len(x.heads[rank]), x.places.num_slots
+        shapes.append((batch, heads, slots, width))
+        sizes.append(batch * heads * slots * width)
+    if len({x.source.dtype for x in moved}) == 1:
+        buffer = like.new_empty(sum(sizes))
+        pieces = buffer.split_with_sizes(sizes)
+        return buffer, [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    # As bytes, the widest dtype first: each piece begins at a multiple of its elements' size.
+    order = sorted(range(len(moved)), key=lambda i: -moved[i].source.element_size())
+    num_bytes = [sizes[i] * moved[i].source.element_size() for i in order]
+    buffer = like.new_empty(sum(num_bytes), dtype=torch.uint8)
+    by_index = dict(zip(order, buffer.split_with_sizes(num_bytes), strict=True))
+    return buffer, [by_index[i].view(x.source.dtype).view(shapes[i]) for i, x in enumerate(moved)]
 
 
-def _runs(slots: Integers) -> list[tuple[slice, slice]] | None:
-    """(own slots, their places) of runs that lie together; None if they are many."""
-    breaks = (slots[1:] != slots[:-1] + 1).nonzero()[0] + 1
+def _runs(slots: Integers) -> tuple[Run, ...] | Integers:
+    """Runs of slots that lie together, or all at one distance from each other; the slots themselves if they are many.
+
+    Args:
+        slots: Of one rank, increasing: their places.
+    """
+    steps = np.diff(slots)
+    if len(steps) and (steps == steps[0]).all():
+        return ((None, slice(int(slots[0]), int(slots[-1]) + 1, int(steps[0]))),)
+    breaks = (steps != 1).nonzero()[0] + 1
     if len(breaks) >= _MAX_RUNS:
-        return None
+        return slots
+    if not len(breaks):  # one slot, or none
+        return tuple((None, slice(int(place), int(place) + 1)) for place in slots)
     edges = [0, *breaks.tolist(), len(slots)]
     places = [int(slots[start]) for start in edges[:-1]]
-    return [
+    return tuple(
         (slice(start, stop), slice(place, place + stop - start))
         for start, stop, place in zip(edges, edges[1:], places, strict=False)
-    ]
+    )
 
 
-def _put(merged: Tensor, slots: Integers, part: Tensor) -> None:
-    """merged[:, :, slots] = part"""
-    runs = _runs(slots)
-    if runs is None:
-        merged[:, :, torch.from_numpy(slots).to(part.device)] = part
-        return
-    for own, places in runs:
-        merged[:, :, places] = part[:, :, own]
+def _put(x: Moved, rank: int, part: Tensor) -> None:
+    """Write ``part``, the slots of ``rank``, to their places in the target."""
+    for rows, runs in x.places.by_rank[rank]:
+        own, merged = (part, x.target) if rows is None else (part[rows], x.target[rows])
+        if isinstance(runs, np.ndarray):
+            merged[:, :, torch.from_numpy(runs).to(part.device)] = own
+            continue
+        for slots, place in runs:
+            merged[:, :, place] = own if slots is None else own[:, :, slots]
 
 
-def _take(merged: Tensor, slots: Integers, part: Tensor) -> None:
-    """part = merged[:, :, slots]"""
-    runs = _runs(slots)
-    if runs is None:
-        part.copy_(merged[:, :, torch.from_numpy(slots).to(part.device)])
-        return
-    for own, places in runs:
-        part[:, :, own] = merged[:, :, places]
+def _take(x: Moved, rank: int, part: Tensor, *, adds: bool = False) -> None:
+    """Write the slots of ``rank`` to ``part`` from their places in the source, or add them."""
+    for rows, runs in x.places.by_rank[rank]:
+        own, merged = (part, x.source) if rows is None else (part[rows], x.source[rows])
+        pairs: list[tuple[slice | None, slice | Tensor]]
+        pairs = [(None, torch.from_numpy(runs).to(part.device))] if isinstance(runs, np.ndarray) else [*runs]
+        for slots, place in pairs:
+            target, source = own if slots is None else own[:, :, slots], merged[:, :, place]
+            if adds:
+                target.add_(source)
+            else:
+                target.copy_(source)

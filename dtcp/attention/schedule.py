@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from dtcp.documents import Documents
-from dtcp.layout import SequenceLayout
+from dtcp.layout import SequenceLayout, row_groups, slot_positions
 from dtcp.mask import Mask
 from dtcp.needed import NeededKeys, Rows, range_of_keys
 from dtcp.remembered import remembered
@@ -71,22 +73,44 @@ def _documents_of(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask,
 def exchange_steps(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
 ) -> tuple[Step, ...]:
-    """Return the steps of ``rank`` in which it has something to do; step 0 is its own keys.
+    """Return the steps of ``rank``, as many on every rank; step 0 is its own keys.
 
     Tiles number the keys that are needed (``layout.tiles(only_needed=True)``), but those of step 0.
     """
+    # Note [Why a rank takes part in steps that bring it nothing]
+    # Two ranks that read each other's keys send each other keys in one step and gradients after another, and what
+    # tells these messages from each other is their order alone. A rank that left out steps of its own would send the
+    # keys of a later step before the gradients of an earlier one, where the other expects them after.
     steps = []
-    for distance in range(layout.cp):
+    for distance in _distances(layout, kv_layout, mask):
         # Under a causal mask the ranks below need all of a rank's keys and come first, as in the ring.
         source, reader = (rank + distance) % layout.cp, (rank - distance) % layout.cp
         keys = layout.needed(rank, source, mask, kv_layout=kv_layout)
         reader_keys = layout.needed(reader, rank, mask, kv_layout=kv_layout)
-        if distance == 0 or keys.groups or reader_keys.groups:
-            tiles = layout.tiles(
-                rank, source, mask, kv_layout=kv_layout, may_mask=may_mask, only_needed=distance > 0
-            )
-            steps.append(Step(source, tiles, keys, reader, reader_keys))
+        tiles = layout.tiles(rank, source, mask, kv_layout=kv_layout, may_mask=may_mask, only_needed=distance > 0)
+        steps.append(Step(source, tiles, keys, reader, reader_keys))
     return tuple(steps)
+
+
+@remembered(of=_documents_of)
+def _distances(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> tuple[int, ...]:
+    """The distances at which some rank needs keys; 0 always. Costs O(cp·S): what every pair needs would cost cp²."""
+    cp, num_keys, found = layout.cp, kv_layout.seq_len, {0}
+    for rows in row_groups(layout, kv_layout, mask):
+        row = 0 if rows is None else rows[0]
+        first, stop = mask.intervals(layout.seq_len, num_keys, row)
+        owners = np.empty(kv_layout.padded_seq_len, dtype=np.int64)
+        for owner in range(cp):
+            owners[slot_positions(kv_layout, owner, row)] = owner
+        for rank in range(cp):
+            queries = slot_positions(layout, rank, row)[: layout.num_valid(rank)]
+            starts, stops = (np.bincount(of[queries], minlength=num_keys + 1) for of in (first, stop))
+            is_seen = (starts - stops).cumsum()[:num_keys] > 0
+            holders = np.bincount(owners[:num_keys][is_seen], minlength=cp).nonzero()[0]
+            found.update(((holders - rank) % cp).tolist())
+        if len(found) == cp:
+            break
+    return tuple(sorted(found))
 
 
 @remembered(of=_documents_of)

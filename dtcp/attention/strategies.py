@@ -98,11 +98,13 @@ class Ring(_StepByStep):
         return self._schedule(call).steps
 
     def _walk(self, call: Call, key: Tensor, value: Tensor) -> Iterator[tuple[Step, HeldKeys]]:
-        schedule = self._schedule(call)
+        schedule, held = self._schedule(call), whole_shard(call.rank, key, value)
+        if call.layout.cp == 1:
+            yield schedule.steps[0], held
+            return
         before, after = call.peer(schedule.previous_rank), call.peer(schedule.next_rank)
-        kv = pack(key, value) if call.layout.cp > 1 else key.new_empty(0)
+        kv = pack(key, value)
         incoming = torch.empty_like(kv)
-        held = whole_shard(call.rank, key, value)
         for index, (step, hop) in enumerate(zip(schedule.steps, schedule.hops, strict=True)):
             exchange = start_exchange(
                 [Message(after, kv[slice(*hop.send)])], [Message(before, incoming[slice(*hop.receive)])], call.group

@@ -11,6 +11,7 @@ S_merged slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from dtcp.attention.heads import HeadPart, are_keys_shared, cut_heads, whole_of
 from dtcp.attention.kernels import lse_dtype
 from dtcp.attention.merge import add_sinks, grad_sinks
 from dtcp.attention.strategies import Strategy
-from dtcp.layout import SequenceLayout
 
 
 class Kept(NamedTuple):
@@ -39,9 +39,7 @@ def kept_shapes(
     query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], degree: int
 ) -> tuple[tuple[int, ...], ...]:
     """Shapes of ``Kept`` as (B, S, h, D), lse (B, h, S), of inputs (B, S, H, D): those of the rank with most heads."""
-    parts = cut_heads(int(query[2]), int(key[2]), degree)  # numbers of heads are never symbolic
-    spans = [whole_of(parts, member) for member in range(degree)]
-    heads, kv_heads = (max(len(span[i]) for span in spans) for i in (0, 1))
+    heads, kv_heads = _most_heads(int(query[2]), int(key[2]), degree)  # numbers of heads are never symbolic
     of_queries, of_keys = (query[0], query[1] * degree), (key[0], key[1] * degree)
     return (
         (*of_queries, heads, query[3]),
@@ -50,6 +48,13 @@ def kept_shapes(
         (*of_queries, heads, value[3]),
         (query[0], heads, of_queries[1]),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _most_heads(num_heads: int, num_kv_heads: int, degree: int) -> tuple[int, int]:
+    parts = cut_heads(num_heads, num_kv_heads, degree)
+    spans = [whole_of(parts, member) for member in range(degree)]
+    return max(len(queries) for queries, _ in spans), max(len(keys) for _, keys in spans)
 
 
 class Ulysses:
@@ -79,19 +84,19 @@ class Ulysses:
         leaving = []
         for index, part in enumerate(self._own):
             self._exchange.finish_to_heads(arriving[index])
-            heads, keys = self._places(part)
-            part_out, part_lse = self._core.forward(
-                self._of(part), kept.query[:, heads], *self._repeated(part, kept.key[:, keys], kept.value[:, keys])
-            )
+            heads, _ = self._places(part)
+            of_queries, *of_keys = (moved.target for moved in arriving[index].moved)
+            part_out, part_lse = self._core.forward(self._of(part), of_queries, *self._repeated(part, *of_keys))
             if sinks is not None:
                 add_sinks(part_out, part_lse, sinks[part.queries.start : part.queries.stop])
                 part_lse[:, :, self._merged.layout.num_valid(self._merged.rank) :] = float("-inf")
-            kept.out[:, heads] = part_out
+            own_out = kept.out[:, heads]
+            own_out.copy_(part_out)
             kept.lse[:, heads] = part_lse
             cut = tuple(p.queries for p in self._parts[index])
-            moved = [Moved(kept.out[:, heads], out, cut, self._call.layout)]
+            moved = [Moved(own_out, out, cut, self._exchange.of_queries)]
             if lse is not None:
-                moved.append(Moved(part_lse.unsqueeze(-1), lse, cut, self._call.layout))
+                moved.append(Moved(part_lse.unsqueeze(-1), lse, cut, self._exchange.of_queries))
             leaving.append(self._exchange.start_to_tokens(moved))
         for pending in leaving:
             self._exchange.finish_to_tokens(pending)
@@ -105,7 +110,6 @@ class Ulysses:
         Args:
             kept: With lse +inf for a query that saw nothing.
         """
-        layouts = self._call.layout, self._call.kv_layout
         shared = are_keys_shared(self._parts)
         # Shares of a gradient are summed in the dtype of the accumulation.
         summed_in = lse_dtype(grad_out.dtype) if shared else grad_out.dtype
@@ -116,7 +120,7 @@ class Ulysses:
         for index, part in enumerate(self._own):
             heads, _ = self._places(part)
             cut = tuple(p.queries for p in self._parts[index])
-            moved = Moved(grad_out, whole[:, heads], cut, layouts[0])
+            moved = Moved(grad_out, whole[:, heads], cut, self._exchange.of_queries)
             arriving.append(self._exchange.start_to_heads([moved]))
         leaving = []
         for index, part in enumerate(self._own):
@@ -140,11 +144,11 @@ class Ulysses:
         heads, keys = self._places(self._own[index])
         of_queries = tuple(part.queries for part in self._parts[index])
         of_keys = tuple(part.keys for part in self._parts[index])
-        layout, kv_layout = self._call.layout, self._call.kv_layout
+        places, key_places = self._exchange.of_queries, self._exchange.of_keys
         return self._exchange.start_to_heads([
-            Moved(query, kept.query[:, heads], of_queries, layout),
-            Moved(key, kept.key[:, keys], of_keys, kv_layout),
-            Moved(value, kept.value[:, keys], of_keys, kv_layout),
+            Moved(query, kept.query[:, heads], of_queries, places),
+            Moved(key, kept.key[:, keys], of_keys, key_places),
+            Moved(value, kept.value[:, keys], of_keys, key_places),
         ])  # fmt: skip
 
     def _start_gradients(
@@ -152,8 +156,8 @@ class Ulysses:
     ) -> Pending:
         of_queries = tuple(part.queries for part in self._parts[index])
         of_keys = tuple(part.keys for part in self._parts[index])
-        layout, kv_layout = self._call.layout, self._call.kv_layout
-        cut = (of_queries, layout), (of_keys, kv_layout), (of_keys, kv_layout)
+        of_keys_here = of_keys, self._exchange.of_keys
+        cut = (of_queries, self._exchange.of_queries), of_keys_here, of_keys_here
         return self._exchange.start_to_tokens(
             [Moved(grad.to(x.dtype), x, *how) for grad, x, how in zip(grads, targets, cut, strict=True)]
         )
@@ -197,22 +201,24 @@ class Ulysses:
         modifiers, dropout = call.modifiers, call.dropout
         everyone = (range(1),) * degree
         if dropout is not None:
-            keys = self._to_heads(dropout.keys[:, None, :, None], everyone, call.layout)
+            keys = self._to_heads(dropout.keys[:, None, :, None], everyone)
             dropout = dropout._replace(keys=keys[:, 0, :, 0].contiguous())
         if modifiers.attn_bias is not None:
             bias, grad = self._whole_bias(modifiers.attn_bias), modifiers.grad_bias
             modifiers = dataclasses.replace(
                 modifiers, attn_bias=bias, grad_bias=None if grad is None else torch.zeros_like(bias, dtype=grad.dtype)
             )
+        layout = call.layout.merge(degree)
+        kv_layout = layout if call.kv_layout is call.layout else call.kv_layout.merge(degree)
         return dataclasses.replace(
-            call, layout=call.layout.merge(degree), kv_layout=call.kv_layout.merge(degree), merged=degree,
-            modifiers=modifiers, dropout=dropout,
-        )  # fmt: skip
+            call, layout=layout, kv_layout=kv_layout, merged=degree, modifiers=modifiers, dropout=dropout
+        )
 
-    def _to_heads(self, x: Tensor, heads: tuple[range, ...], layout: SequenceLayout) -> Tensor:
-        own = len(heads[self._exchange.member])
-        target = x.new_empty(x.size(0), own, layout.local_seq_len * self._degree, x.size(3))
-        self._exchange.finish_to_heads(self._exchange.start_to_heads([Moved(x, target, heads, layout)]))
+    def _to_heads(self, x: Tensor, heads: tuple[range, ...]) -> Tensor:
+        """(B, H, S_local, E) of queries as (B, h, S_merged, E)."""
+        own, places = len(heads[self._exchange.member]), self._exchange.of_queries
+        target = x.new_empty(x.size(0), own, places.num_slots * self._degree, x.size(3))
+        self._exchange.finish_to_heads(self._exchange.start_to_heads([Moved(x, target, heads, places)]))
         return target
 
     def _bias_heads(self, bias: Tensor) -> tuple[range, ...]:
@@ -225,11 +231,13 @@ class Ulysses:
         rows = self._call.layout.num_rows
         if rows > 1 and bias.size(0) == 1:  # a slot is another token in another row
             bias = bias.expand(rows, -1, -1, -1)
-        return self._to_heads(bias, self._bias_heads(bias), self._call.layout)
+        return self._to_heads(bias, self._bias_heads(bias))
 
     def _of(self, part: HeadPart) -> Call:
         """The merged call for some heads."""
         call, modifiers, dropout = self._merged, self._merged.modifiers, self._merged.dropout
+        if modifiers.are_none and dropout is None:
+            return call  # in which nothing tells one head from another
         heads, _ = self._places(part)
         every = slice(part.queries.start, part.queries.stop)
         if dropout is not None:
@@ -250,7 +258,7 @@ class Ulysses:
         if own is None or whole is None:
             return
         target = own.new_zeros(whole.size(0), *own.shape[1:])
-        moved = Moved(whole, target, self._bias_heads(own), self._call.layout)
+        moved = Moved(whole, target, self._bias_heads(own), self._exchange.of_queries)
         self._exchange.finish_to_tokens(self._exchange.start_to_tokens([moved]))
         own += target if target.size(0) == own.size(0) else target.sum(0, keepdim=True)
 

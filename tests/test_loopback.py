@@ -1,0 +1,186 @@
+"""Ranks as threads of one process: they compute what ranks as processes do, and none of them waits for ever."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from device_check.problems import MASKS, Problem, errors, pose, right_answer
+from device_check.solve import STRATEGIES, on_rank, solve, strategy_of
+
+import dtcp
+from dtcp.attention.comm import Message, start_exchange
+from dtcp.attention.loopback import Loopback
+from dtcp.attention.schedule import exchange_steps
+from dtcp.collectives import all_gather_rows, reduce_scatter_rows, resolve_group
+from dtcp.mask import checked_mask
+
+LAYOUTS = ("contiguous", "head_tail", "striped", "per_document", "auto")
+
+
+@given(
+    strategy=st.sampled_from(STRATEGIES), layout_name=st.sampled_from(LAYOUTS), mask=st.sampled_from(list(MASKS)),
+    cp=st.integers(1, 6), seq_len=st.integers(8, 50), heads=st.sampled_from([(6, 2, 8, 8), (7, 7, 8, 4), (6, 1, 4, 8)]),
+)  # fmt: skip
+@example("ring", "head_tail", "sinks", 3, 41, (6, 2, 8, 8))
+@example("ulysses", "striped", "sinks", 4, 41, (6, 2, 8, 8))
+@settings(max_examples=30)
+def test_every_strategy_on_a_loopback_matches_the_float64_oracle(strategy, layout_name, mask, cp, seq_len, heads):
+    if layout_name == "per_document":
+        mask = "documents+window"
+    posed = pose(Problem(mask, heads, seq_len, torch.float64), torch.device("cpu"))
+    layout = dtcp.make_layout(layout_name, seq_len=seq_len, cp=cp, documents=posed.documents)
+    found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp)), right_answer(posed))
+    assert all(error < 1e-10 for error in found.values()), found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("cp", "seq_len"), [(5, 8), (6, 9), (7, 12)])
+def test_gradients_come_home_where_ranks_have_nothing_to_do_in_some_steps(strategy, cp, seq_len):
+    """Two ranks that read each other's keys have to send keys and gradients in one order, whatever others need."""
+    posed = pose(Problem("documents+window", (7, 7, 8, 8), seq_len, torch.float64), torch.device("cpu"))
+    layout = dtcp.make_layout("per_document", seq_len=seq_len, cp=cp, documents=posed.documents)
+    found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp)), right_answer(posed))
+    assert all(error < 1e-10 for error in found.values()), found
+
+
+@given(
+    layout_name=st.sampled_from(LAYOUTS), mask=st.sampled_from(sorted({*MASKS} - {"mask_mod", "sinks"})),
+    cp=st.integers(1, 9), seq_len=st.integers(8, 60),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_an_exchange_has_the_steps_in_which_some_rank_needs_keys(layout_name, mask, cp, seq_len):
+    if layout_name == "per_document":
+        mask = "documents+window"
+    options = MASKS[mask](seq_len)
+    layout = dtcp.make_layout(layout_name, seq_len=seq_len, cp=cp, documents=options.get("documents"))
+    seen = checked_mask(**{"is_causal": False, **options})
+    needed = {
+        distance for distance in range(cp) for r in range(cp) if layout.needed(r, (r + distance) % cp, seen).groups
+    }
+    for rank in range(cp):
+        steps = exchange_steps(layout, layout, seen, True, rank)
+        assert [(step.source - rank) % cp for step in steps] == sorted(needed | {0})
+
+
+def on_process(rank: int, world: int, strategy: str) -> dict[str, torch.Tensor]:
+    """A rank of a process group, by gloo."""
+    posed = pose(Problem("documents", (6, 2, 16, 8), 45), torch.device("cpu"))
+    layout = dtcp.make_layout("head_tail", seq_len=45, cp=world)
+    group = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)).get_group()
+    return on_rank(posed, layout, strategy_of(strategy, world), group, "auto")
+
+
+@pytest.mark.parametrize("strategy", ["ring", "exchange", "ulysses"])
+def test_a_rank_of_a_loopback_computes_bit_for_bit_what_a_process_does(ranks, strategy):
+    posed = pose(Problem("documents", (6, 2, 16, 8), 45), torch.device("cpu"))
+    layout = dtcp.make_layout("head_tail", seq_len=45, cp=3)
+    threads = Loopback(3).run(lambda group: on_rank(posed, layout, strategy_of(strategy, 3), group, "auto"))
+    for thread, process in zip(threads, ranks.run(3, on_process, strategy), strict=True):
+        for name, x in thread.items():
+            assert torch.equal(x, process[name]) or x.isnan().equal(process[name].isnan()), name
+
+
+def test_collectives_of_rows_are_those_of_a_process_group():
+    rows = [torch.arange(6.0).view(6, 1) * 10**rank for rank in range(3)]
+    gathered = Loopback(3).run(lambda group: all_gather_rows(rows[group.rank()], group))
+    assert all(torch.equal(x, torch.cat(rows)) for x in gathered)
+    scattered = Loopback(3).run(lambda group: reduce_scatter_rows(rows[group.rank()], group))
+    assert torch.equal(torch.cat(scattered), sum(rows))
+
+
+def test_a_group_is_found_by_its_name_while_somebody_holds_it():
+    loopback = Loopback(2)
+    names = [group.group_name for group in loopback.groups]
+    assert [resolve_group(name).rank() for name in names] == [0, 1] and len({*names}) == 2
+    del loopback
+    import gc
+
+    gc.collect()
+    with pytest.raises(KeyError):
+        resolve_group(names[0])
+
+
+def exchange(group, peer: int, send=(), receive=()) -> None:
+    start_exchange([Message(peer, x) for x in send], [Message(peer, x) for x in receive], group).wait()
+
+
+def test_messages_of_two_ranks_are_matched_in_their_order():
+    def run(group):
+        if group.rank() == 0:
+            exchange(group, 1, send=[torch.full((2,), 1.0), torch.full((2,), 2.0)])
+            return None
+        first, second = torch.zeros(2), torch.zeros(2)
+        exchange(group, 0, receive=[first, second])
+        return [first.tolist(), second.tolist()]
+
+    assert Loopback(2).run(run)[1] == [[1, 1], [2, 2]]
+
+
+def test_a_rank_that_fails_ends_all_of_them_with_its_error():
+    def run(group):
+        if group.rank() == 2:
+            raise ZeroDivisionError("mine")
+        exchange(group, 2, receive=[torch.zeros(1)])
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="mine") as raised:
+        Loopback(4, timeout=60).run(run)
+    assert time.monotonic() - start < 20, "nobody waits for the time-out"
+    assert raised.value.__notes__ == ["(on rank 2 of a loopback of 4)"]
+
+
+@pytest.mark.parametrize("what", ["message", "all-gather"])
+def test_waiting_for_a_rank_that_does_not_come_is_an_error_that_says_for_what(what):
+    def run(group):
+        if group.rank() == 0:
+            if what == "message":
+                exchange(group, 1, receive=[torch.zeros(3, 2)])
+            else:
+                all_gather_rows(torch.zeros(6, 1), group)
+
+    with pytest.raises(TimeoutError, match=rf"rank 0 .* waited 0.2 s for an? {what} .*; every rank must"):
+        Loopback(2, timeout=0.2).run(run)
+
+
+def test_ranks_that_disagree_are_refused():
+    def sizes(group):
+        x = torch.zeros(2 + group.rank())
+        exchange(group, 1 - group.rank(), **{"receive" if group.rank() else "send": [x]})
+
+    with pytest.raises(ValueError, match=r"disagree: a message \(.,\) torch.float32 from rank 0 to rank 1, and a mess"):
+        Loopback(2, timeout=5).run(sizes)
+
+    def kinds(group):
+        (all_gather_rows if group.rank() else reduce_scatter_rows)(torch.zeros(2, 1), group)
+
+    with pytest.raises(ValueError, match="disagree: an? (all-gather|reduce-scatter)"):
+        Loopback(2, timeout=5).run(kinds)
+
+    def unread(group):
+        if group.rank() == 0:
+            start_exchange([Message(1, torch.zeros(7))], [], group)
+
+    with pytest.raises(RuntimeError, match=r"nobody took or sent: \['a message \(7,\)"):
+        Loopback(2).run(unread)
+
+
+def test_a_rank_that_does_not_end_is_named():
+    def run(group):
+        if group.rank() == 1:
+            time.sleep(1)
+
+    with pytest.raises(TimeoutError, match=r"rank\(s\) \[1\] of a loopback still run 0.2 s after"):
+        Loopback(2, timeout=0.1).run(run)
+
+
+def test_a_loopback_has_ranks():
+    with pytest.raises(ValueError, match="at least one rank, got size=0"):
+        Loopback(0)
