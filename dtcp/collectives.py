@@ -357,7 +357,7 @@ def _difference(names: list[str], records: list[list[int]], entry: str) -> str:
         values = [record[column] for record in records]
         if len(set(values)) > 1:
             shown: list[Any] = values
-            if name == "dtype":
+            if name.endswith("dtype"):
                 shown = [str(DTYPES[v]).removeprefix("torch.") for v in values]
             elif name == "entry":  # only its checksum has travelled
                 shown = [entry if v == zlib.crc32(entry.encode()) else "(another)" for v in values]

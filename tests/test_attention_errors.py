@@ -89,6 +89,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"kernel": "flash", "scale": 0.0}, ValueError, "kernel='flash' needs a positive scale, got 0.0"),
     ({"ulysses_degree": 2}, ValueError, "ulysses_degree=2 has no meaning for strategy='ring'"),
+    ({"kv_grad_dtype": torch.float16}, ValueError, "must be torch.bfloat16, .*got torch.float16; use torch.bfloat16"),
+    ({"kv_grad_dtype": torch.int32}, ValueError, "kv_grad_dtype must be .* got torch.int32; use torch.bfloat16"),
+    ({"kv_grad_dtype": "bfloat16"}, ValueError, "kv_grad_dtype must be .* got 'bfloat16'; use torch.bfloat16"),
+    ({"kv_grad_dtype": torch.float64}, ValueError, "torch.float64 is wider than torch.float32, .*; use None"),
     ({"kernel": "cudnn"}, ValueError, "kernel='cudnn' does not exist on cpu; use auto"),
     (
         {"is_causal": True, "kv_layout": dtcp.make_layout("striped", seq_len=16, cp=2)},

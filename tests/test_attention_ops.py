@@ -194,8 +194,11 @@ def check_opcheck(rank: int, world: int, strategy: str) -> None:
         (none, (-1, -1), keys, 0.3, 4),
         (masks, (6, -1), None, 0.0, 0),
     ):
-        how = resolved_strategy(**{"ulysses_degree": None, **options_of(strategy, world)}, cp=world)
-        constants = (group_name, True, *window, 0.0, 0.25, *how[:3], "auto", p, head_offset, "")
+        sent_in = None if given is none else torch.bfloat16
+        how = resolved_strategy(
+            **{"ulysses_degree": None, **options_of(strategy, world)}, cp=world, kv_grad_dtype=sent_in
+        )
+        constants = (group_name, True, *window, 0.0, 0.25, *how[:4], "auto", p, head_offset, "")
         check_opcheck_of((q, k, v), (layout.state, layout.state, *given, dropout_keys, *constants))
 
 

@@ -23,7 +23,7 @@ BATCH, HEAD_DIM, VALUE_DIM = 2, 16, 8
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """An attention in bfloat16, whose gradients of keys return in float32 (ring, exchange) or as they are (ulysses)."""
+    """An attention in bfloat16, whose gradients of keys return in float32 (or as they are by ulysses) unless asked."""
 
     strategy: str
     layout: str = "head_tail"
@@ -34,6 +34,12 @@ class Asked:
     heads: tuple[int, int] = (8, 4)
     seq_len: int = 48
     ulysses_degree: int = 0
+    ranks_per_node: int | None = None
+    kv_grad_dtype: torch.dtype | None = None
+
+    @property
+    def grad_bytes(self) -> int:
+        return (self.kv_grad_dtype or torch.float32).itemsize
 
     def documents(self) -> dtcp.Documents | None:
         if not self.lengths:
@@ -63,7 +69,8 @@ def check_sent(rank: int, world: int, every: list[Asked]) -> list[tuple[int, int
         with count_exchanges() as forward:
             out = dtcp.context_parallel_attention(
                 *inputs, mesh=mesh, layout=layout, is_causal=asked.is_causal, window_size=asked.window,
-                documents=asked.documents(), key_lengths=asked.key_lengths or None, enable_gqa=True, **how,
+                documents=asked.documents(), key_lengths=asked.key_lengths or None, enable_gqa=True,
+                kv_grad_dtype=asked.kv_grad_dtype, ranks_per_node=asked.ranks_per_node, **how,
             )  # fmt: skip
         with count_exchanges() as backward:
             out.sum().backward()
@@ -127,6 +134,7 @@ EXCHANGES = [
     Asked("exchange", lengths=TWO_ROWS, window=(4, -1)),
     Asked("exchange", layout="striped", lengths=((1,) * 48,)),
     Asked("exchange", key_lengths=(48, 13), is_causal=False),
+    Asked("exchange", lengths=TWO_ROWS, kv_grad_dtype=torch.bfloat16),
 ]
 
 
@@ -139,7 +147,10 @@ def test_exchange_sends_each_key_once_to_those_who_see_it_and_nothing_else(ranks
         for rank in range(world):
             given = sum(counts[reader][rank] for reader in range(world))
             returned = sum(counts[rank][owner] for owner in range(world))
-            assert sent[rank][index] == (given * row * 2, given * row * 2 + returned * row * 4), (asked, rank)
+            assert sent[rank][index] == (
+                given * row * 2,
+                given * row * 2 + returned * row * asked.grad_bytes,
+            ), (asked, rank)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -164,6 +175,19 @@ def test_a_window_and_documents_send_what_does_not_grow_with_the_sequence(ranks)
     assert ranks.run(2, check_sent, [apart]) == [[(0, 0)]] * 2, "documents that nobody shares travel nowhere"
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_key_gradients_return_in_the_dtype_asked_for_and_keys_go_as_they_are(ranks, world):
+    """The backward sends the keys of the forward once more, and beside them gradients."""
+    ways = [Asked("ring"), Asked("exchange"), Asked("all_gather")]
+    if world == 4:
+        ways += [Asked("ring", ranks_per_node=2), Asked("all_gather", ranks_per_node=2)]
+    halves = [dataclasses.replace(asked, kv_grad_dtype=torch.bfloat16) for asked in ways]
+    for of_rank in ranks.run(world, check_sent, ways + halves):
+        for (forward, backward), half in zip(of_rank[: len(ways)], of_rank[len(ways) :], strict=True):
+            returned = backward - forward
+            assert returned > 0 and half == (forward, forward + returned // 2)
+
+
 def ulysses_bytes(asked: Asked, cp: int, degree: int, rank: int) -> tuple[int, int]:
     """Forward and backward of the all-to-alls alone, in bfloat16: heads of queries and keys there, the output back."""
     num_heads, num_kv_heads = asked.heads
@@ -176,8 +200,9 @@ def ulysses_bytes(asked: Asked, cp: int, degree: int, rank: int) -> tuple[int, i
     grad_out = sum(len(heads[m]) * VALUE_DIM for m in others)
     grad_query = len(others) * len(heads[member]) * HEAD_DIM
     # Key heads that several ranks read have shares of their gradients, which are summed in float32.
-    grad_keys = len(others) * keys[member] * (HEAD_DIM + VALUE_DIM) * (2 if sum(keys) > num_kv_heads else 1)
-    return tokens * (to_heads + back) * 2, tokens * (grad_out + grad_query + grad_keys) * 2
+    grad_bytes = asked.grad_bytes if sum(keys) > num_kv_heads else 2
+    grad_keys = len(others) * keys[member] * (HEAD_DIM + VALUE_DIM) * grad_bytes
+    return tokens * (to_heads + back) * 2, tokens * ((grad_out + grad_query) * 2 + grad_keys)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -187,6 +212,8 @@ def test_ulysses_bytes_are_the_closed_form_also_with_few_key_heads_and_uneven_he
         Asked("ulysses", layout="striped", heads=(8, 2), is_causal=False),
         Asked("ulysses", layout="contiguous", heads=(10, 10), window=(5, 0)),
         Asked("ulysses", heads=(9, 3), lengths=((20, 28),)),
+        Asked("ulysses", heads=(8, 1), kv_grad_dtype=torch.bfloat16),
+        Asked("ulysses", heads=(8, 8), kv_grad_dtype=torch.float32),
     ]
     sent = ranks.run(world, check_sent, every)
     for rank in range(world):
@@ -204,10 +231,12 @@ def test_ulysses_bytes_are_those_of_the_papers():
 def test_hybrid_bytes_are_all_to_all_plus_the_ring_of_what_is_left(ranks):
     """papers, USP U×R: the a2a over U ranks, and a ring of R super-ranks whose heads of keys are a part of all."""
     asked = Asked("hybrid", is_causal=False, ulysses_degree=2)
-    sent = ranks.run(4, check_sent, [asked, Asked("hybrid", ulysses_degree=2)])
+    half = dataclasses.replace(asked, kv_grad_dtype=torch.bfloat16)
+    sent = ranks.run(4, check_sent, [asked, Asked("hybrid", ulysses_degree=2), half])
     ring = BATCH * (2 * 48 // 4) * (4 // 2) * (HEAD_DIM + VALUE_DIM)  # entries of two heads of two ranks' tokens
     for rank in range(4):
         forward, backward = ulysses_bytes(asked, 4, 2, rank)
         assert sent[rank][0] == (forward + ring * 2, backward + ring * (2 + 4))
+        assert sent[rank][2] == (forward + ring * 2, backward + ring * (2 + 2))
     causal = sum(of_rank[1][0] - ulysses_bytes(asked, 4, 2, rank)[0] for rank, of_rank in enumerate(sent))
     assert causal == 0.75 * 4 * ring * 2, "the merged ranks are a head_tail layout again"

@@ -8,8 +8,9 @@ import zlib
 
 from torch import Tensor
 
-from dtcp.attention.arguments import ResolvedStrategy, check_heads_of_ranks, length_error
+from dtcp.attention.arguments import ResolvedStrategy, check_heads_of_ranks, check_kv_grad_dtype, length_error
 from dtcp.attention.call import Call
+from dtcp.attention.kernels import lse_dtype
 from dtcp.attention.masks import check_bias
 from dtcp.attention.scores import checksum_of_mask_mod, versions_of_captures
 from dtcp.attention.strategies import CORES
@@ -27,7 +28,7 @@ def agreement(
         how: What the strategy is.
     """
     fields = _fields(query, key, value, call, sinks, how, needs_grad)
-    refusal = _refusal(query, key, call, how.ulysses_degree)
+    refusal = _refusal(query, key, call, how)
     state = [0] * CHANGES
     if refusal is None:
         try:
@@ -96,11 +97,12 @@ def _fields(
         f"strategy ({_choices(cores)}; plus 10 x ranks among which heads are cut, plus 10^6 x ranks per node)": (
             cores.index(how.core) + 10 * how.ulysses_degree + 10**6 * (how.ranks_per_node if has_nodes else 0)
         ),
+        "kv_grad_dtype": DTYPES.index(how.kv_grad_dtype or lse_dtype(query.dtype)),
         "requires_grad": int(needs_grad),
     }
 
 
-def _refusal(query: Tensor, key: Tensor, call: Call, ulysses_degree: int) -> ValueError | None:
+def _refusal(query: Tensor, key: Tensor, call: Call, how: ResolvedStrategy) -> ValueError | None:
     """What only the op can find: in a compiled graph layouts and documents are known when it runs."""
     layout, kv_layout, mask = call.layout, call.kv_layout, call.mask
     if layout.cp != call.group.size():
@@ -122,7 +124,8 @@ def _refusal(query: Tensor, key: Tensor, call: Call, ulysses_degree: int) -> Val
             f"key_lengths must be in 0..{kv_layout.seq_len}, the keys of the sequence, got {list(mask.key_lengths)}"
         )
     try:
-        check_heads_of_ranks(query.size(2), layout.cp, ulysses_degree)
+        check_heads_of_ranks(query.size(2), layout.cp, how.ulysses_degree)
+        check_kv_grad_dtype(how.kv_grad_dtype, lse_dtype(query.dtype))
         if call.modifiers.attn_bias is not None:
             check_bias(call.modifiers.attn_bias, query.size(0), query.size(2), query.size(1), kv_layout.seq_len)
         for documents in (mask.documents, layout.placed_by):

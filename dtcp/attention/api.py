@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtcp.attention.arguments import (
     check_inputs,
+    check_kv_grad_dtype,
     check_layouts,
     check_strategy,
     checked_scale,
@@ -21,7 +22,7 @@ from dtcp.attention.arguments import (
     resolved_strategy,
 )
 from dtcp.attention.dropout import checked_dropout
-from dtcp.attention.kernels import Kernel, choose_kernel
+from dtcp.attention.kernels import Kernel, choose_kernel, lse_dtype
 from dtcp.attention.masks import check_mask_shapes, checked_masks
 from dtcp.attention.ops import attention_forward
 from dtcp.attention.scores import CallMasks
@@ -67,6 +68,7 @@ def context_parallel_attention(
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     ranks_per_node: int | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
     rates: Rates | None = None,
     kernel: str = "auto",
     qkv_format: str = "bhsd",
@@ -111,6 +113,11 @@ def context_parallel_attention(
             divisor of cp (and, for ``hybrid``, a multiple of ``ulysses_degree``). Keys and key gradients then cross to
             another node once for each of its ranks' network cards, and go on inside it. A ring of two levels has up to
             four kv shards per rank. None, and cp or more: one level.
+        kv_grad_dtype: In which gradients of keys and values travel: ``torch.bfloat16`` halves their bytes, and rounds
+            each rank's part once (sums on their way once more: between nodes, and from ``hybrid``'s ring back to
+            tokens). Ranks add up in float32, but the reduce-scatter of ``all_gather`` on one level sums in this dtype.
+            None: float32 (float64 for float64). What ``ulysses`` brings back of a key head that only one rank reads is
+            no sum of ranks' parts, and never travels in a wider dtype than the result's.
         rates: For ``auto``, equal on every rank; None for those of data sheets. ``measure_rates`` makes some.
         head_offset: Global index of the first query head, where heads are cut (tensor parallelism), for ``mask_mod``
             and dropout.
@@ -144,14 +151,16 @@ def context_parallel_attention(
             mask_mod=mask_mod, sinks=sinks, attn_bias=attn_bias, alibi_slopes=alibi_slopes, softcap=softcap,
             head_offset=head_offset,
         )  # fmt: skip
-        check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
+        check_strategy(strategy, ulysses_degree, rates, ranks_per_node, kv_grad_dtype)
         query, key, value, scale = prepare_inputs(
             query, key, value, scale=scale, enable_gqa=enable_gqa, qkv_format=qkv_format
         )
+        check_kv_grad_dtype(kv_grad_dtype, lse_dtype(query.dtype))
         check_layouts(mesh, layout, kv_layout, positional_argument(is_causal, masks))
         how = resolved_strategy(
-            strategy, ulysses_degree, layout.cp, query.size(2), rates, ranks_per_node=ranks_per_node
-        )
+            strategy, ulysses_degree, layout.cp, query.size(2), rates, ranks_per_node=ranks_per_node,
+            kv_grad_dtype=kv_grad_dtype,
+        )  # fmt: skip
         check_mask_shapes(masks, query.size(0), query.size(2), query.size(1), (kv_layout or layout).seq_len)
         check_kernel(kernel, query, value, scale, dropout_p, masks)
         rows = query.size(0), query.size(1)

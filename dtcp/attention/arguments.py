@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 QKV_FORMATS = ("bhsd", "bshd")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# What gradients may travel in: what has less range than float32 would turn some of them into 0 or infinity.
+KV_GRAD_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # Of each strategy: what runs over the ranks that no all-to-all of heads brings together.
 _CORES = {
     "ring": "ring", "all_gather": "all_gather", "exchange": "exchange", "ulysses": "ring", "hybrid": "ring",
@@ -101,12 +103,14 @@ class ResolvedStrategy(NamedTuple):
         ulysses_degree: Adjacent ranks among which heads are cut first; 1 for none.
         ranks_per_node: Adjacent ranks of the cp axis that share a node, where the core passes inside nodes and between
             them separately: a multiple of ``ulysses_degree``, less than cp. 1 for a core of one level.
+        kv_grad_dtype: In which gradients of keys and values travel; None for that of their sums.
         cp, rates: The ranks for which ``auto`` decides, and by what; None for the rates of the device.
     """
 
     core: str
     ulysses_degree: int
     ranks_per_node: int = 1
+    kv_grad_dtype: torch.dtype | None = None
     cp: int = 1
     rates: Rates | None = None
 
@@ -122,9 +126,10 @@ def resolved_strategy(
     rates: Rates | None = None,
     *,
     ranks_per_node: int | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
 ) -> ResolvedStrategy:
     """Return what ``strategy`` means for ``cp`` ranks, or raise ValueError if they or the heads do not allow it."""
-    check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
+    check_strategy(strategy, ulysses_degree, rates, ranks_per_node, kv_grad_dtype)
     degree = cp if strategy == "ulysses" else ulysses_degree or 1
     if cp % degree:
         raise ValueError(
@@ -133,7 +138,8 @@ def resolved_strategy(
         )
     if num_heads is not None:
         check_heads_of_ranks(num_heads, cp, degree)
-    return ResolvedStrategy(_CORES[strategy], degree, _levels(ranks_per_node or 1, degree, cp), cp, rates)
+    levels = _levels(ranks_per_node or 1, degree, cp)
+    return ResolvedStrategy(_CORES[strategy], degree, levels, kv_grad_dtype, cp, rates)
 
 
 def _levels(ranks_per_node: int, degree: int, cp: int) -> int:
@@ -167,9 +173,13 @@ def check_heads_of_ranks(num_heads: int, cp: int, degree: int) -> None:
 
 
 def check_strategy(
-    strategy: str, ulysses_degree: int | None, rates: Rates | None = None, ranks_per_node: int | None = None
+    strategy: str,
+    ulysses_degree: int | None,
+    rates: Rates | None = None,
+    ranks_per_node: int | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise unless ``strategy`` exists, and ``ulysses_degree``, ``rates`` and ``ranks_per_node`` are what it takes."""
+    """Raise unless ``strategy`` exists, and the others are what it takes."""
     if strategy not in STRATEGY_NAMES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGY_NAMES)}, got {strategy!r}")
     is_degree = isinstance(ulysses_degree, int) and not isinstance(ulysses_degree, bool) and ulysses_degree > 0
@@ -187,6 +197,24 @@ def check_strategy(
         )
     if ranks_per_node is not None:
         _check_nodes(strategy, ranks_per_node)
+    check_kv_grad_dtype(kv_grad_dtype)
+
+
+def check_kv_grad_dtype(kv_grad_dtype: torch.dtype | None, summed_in: torch.dtype | None = None) -> None:
+    """Raise ValueError unless gradients can travel in this dtype; ``summed_in`` is that of their sums, where known."""
+    if kv_grad_dtype is None:
+        return
+    if kv_grad_dtype not in KV_GRAD_DTYPES:
+        raise ValueError(
+            f"kv_grad_dtype must be torch.bfloat16, torch.float32 or torch.float64, in which a gradient neither "
+            f"overflows nor vanishes, got {kv_grad_dtype!r}; use torch.bfloat16 for half the bytes, or None for no "
+            "rounding on the way"
+        )
+    if summed_in is not None and kv_grad_dtype.itemsize > summed_in.itemsize:
+        raise ValueError(
+            f"kv_grad_dtype={kv_grad_dtype} is wider than {summed_in}, in which gradients of these inputs are summed, "
+            "and would only cost bytes; use None"
+        )
 
 
 def check_rates(strategy: str, rates: Rates) -> None:

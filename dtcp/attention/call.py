@@ -32,6 +32,7 @@ class Call:
     """What one attention call is about, besides its tensors.
 
     Attributes:
+        kv_grad_dtype: In which gradients of keys and values travel; None for that of their sums.
         merged: Ranks of the group for each rank of the layouts, whose tokens an all-to-all has brought together.
     """
 
@@ -43,6 +44,7 @@ class Call:
     kernel: Kernel
     dropout: CallDropout | None = None
     modifiers: Modifiers = NO_MODIFIERS
+    kv_grad_dtype: torch.dtype | None = None
     merged: int = 1
 
     @property

@@ -22,12 +22,14 @@ class Gradients:
 
     Attributes:
         query, key, value: Of this rank.
+        sent_in: In which gradients of keys and values travel.
     """
 
     def __init__(
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         self.dtype = lse_dtype(query.dtype)
+        self.sent_in = call.kv_grad_dtype or self.dtype
         self._call, self._own = call, (key, value)
         self._rows = (grad_out, query, out, lse)
         self.query, self.key, self.value = (Sum(x.shape, self.dtype, x.device) for x in (query, key, value))

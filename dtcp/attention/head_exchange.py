@@ -60,12 +60,14 @@ class Moved(NamedTuple):
         target: What it gets, filled when it finishes; its own view of a larger tensor maybe.
         heads: The heads that each of the ranks has or gets; of ranks that share some, gradients are summed.
         places: Of the slots.
+        sent_in: Dtype of what goes to other ranks; None for that of the source.
     """
 
     source: Tensor
     target: Tensor
     heads: tuple[range, ...]
     places: Places
+    sent_in: torch.dtype | None = None
 
 
 class Pending(NamedTuple):
@@ -157,16 +159,17 @@ def _buffer(moved: list[Moved], rank: int) -> tuple[Tensor, list[Tensor]]:
         heads, slots = len(x.heads[rank]), x.places.num_slots
         shapes.append((batch, heads, slots, width))
         sizes.append(batch * heads * slots * width)
-    if len({x.source.dtype for x in moved}) == 1:
-        buffer = like.new_empty(sum(sizes))
+    dtypes = [x.sent_in or x.source.dtype for x in moved]
+    if len({*dtypes}) == 1:
+        buffer = like.new_empty(sum(sizes), dtype=dtypes[0])
         pieces = buffer.split_with_sizes(sizes)
         return buffer, [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     # As bytes, the widest dtype first: each piece begins at a multiple of its elements' size.
-    order = sorted(range(len(moved)), key=lambda i: -moved[i].source.element_size())
-    num_bytes = [sizes[i] * moved[i].source.element_size() for i in order]
+    order = sorted(range(len(moved)), key=lambda i: -dtypes[i].itemsize)
+    num_bytes = [sizes[i] * dtypes[i].itemsize for i in order]
     buffer = like.new_empty(sum(num_bytes), dtype=torch.uint8)
     by_index = dict(zip(order, buffer.split_with_sizes(num_bytes), strict=True))
-    return buffer, [by_index[i].view(x.source.dtype).view(shapes[i]) for i, x in enumerate(moved)]
+    return buffer, [by_index[i].view(dtype).view(shapes[i]) for i, dtype in enumerate(dtypes)]
 
 
 def _runs(slots: Integers) -> tuple[Run, ...] | Integers:

@@ -64,7 +64,7 @@ def attention_forward(
         strategy: What ``resolved_strategy`` gave.
         needs_lse: Whether lse is looked at; else it may be empty.
     """
-    core, ulysses_degree, ranks_per_node = strategy[:3]
+    core, ulysses_degree, ranks_per_node, kv_grad_dtype = strategy[:4]
     if core == "auto":
         core, ulysses_degree = _decided(query, key, value, q_state, kv_state, is_causal, masks, strategy)
     # Inside the op nothing requires grad. A backward that only some ranks run would wait for the others.
@@ -74,7 +74,7 @@ def attention_forward(
     out, lse, *_ = forward_op(
         query, key, value, q_state, kv_state, masks.documents, masks.key_lengths, masks.mask_mod, masks.sinks,
         masks.attn_bias, masks.alibi_slopes, keys, group_name, is_causal, *masks.window_size, masks.softcap, scale,
-        core, ulysses_degree, ranks_per_node, kernel, p, head_offset, head_axis, needs_lse, needs_grad,
+        core, ulysses_degree, ranks_per_node, kv_grad_dtype, kernel, p, head_offset, head_axis, needs_lse, needs_grad,
     )  # fmt: skip
     return out, lse
 
@@ -88,9 +88,9 @@ def _decided(
         return "ring", 1
     rates = strategy.rates or rates_of(query.device.type)
     batch_size, length, num_heads, head_dim = query.shape
+    sent_in = strategy.kv_grad_dtype or lse_dtype(query.dtype)
     sizes = (
-        batch_size, num_heads, key.size(2), head_dim, value.size(3), query.element_size(),
-        8 if query.dtype == torch.float64 else 4,
+        batch_size, num_heads, key.size(2), head_dim, value.size(3), query.element_size(), sent_in.itemsize,
     )  # fmt: skip
     if torch.compiler.is_compiling() or isinstance(q_state, FakeTensor):
         return choose_in_graph(sizes, (length, key.size(1)), strategy.cp, is_causal, masks.window_size, rates)
@@ -126,6 +126,7 @@ def forward_op(
     strategy: str,
     ulysses_degree: int,
     ranks_per_node: int,
+    kv_grad_dtype: torch.dtype | None,
     kernel: str,
     dropout_p: float,
     head_offset: int,
@@ -145,7 +146,7 @@ def forward_op(
     call = _call(
         query, value, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset, head_axis
     )
-    how = ResolvedStrategy(strategy, ulysses_degree, ranks_per_node)
+    how = ResolvedStrategy(strategy, ulysses_degree, ranks_per_node, kv_grad_dtype)
     fields, refusal, mask_mod_state = agreement(query, key, value, call, sinks, how, needs_grad)
     number = agree(_NAME, fields, call.group, query.device, error=refusal)
     count_call(q_state)
@@ -202,6 +203,7 @@ def backward_op(
     strategy: str,
     ulysses_degree: int,
     ranks_per_node: int,
+    kv_grad_dtype: torch.dtype | None,
     kernel: str,
     dropout_p: float,
     head_offset: int,
@@ -223,7 +225,7 @@ def backward_op(
     dropout = _dropout(grad_out, dropout_keys, dropout_p, head_offset, head_axis)
     call = _call(
         grad_out, query, q_state, kv_state, masks, group_name, is_causal, scale, kernel, dropout, head_offset,
-        head_axis, needs_bias, needs_slopes,
+        head_axis, needs_bias, needs_slopes, kv_grad_dtype,
     )  # fmt: skip
     agree_on_backward(_NAME, number[:1], call.group, query.device)
     check_mask_mod_is_as_before(number, grad_out, call)
@@ -256,7 +258,7 @@ def backward_op(
 def _call(
     query: Tensor, value: Tensor, q_state: Tensor, kv_state: Tensor, masks: CallMasks, group_name: str,
     is_causal: bool, scale: float, kernel: str, dropout: CallDropout | None, head_offset: int, head_axis: str,
-    needs_bias: bool = False, needs_slopes: bool = False,
+    needs_bias: bool = False, needs_slopes: bool = False, kv_grad_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
     summed_in = lse_dtype(query.dtype)
     bias, slopes = masks.attn_bias, masks.alibi_slopes
@@ -287,6 +289,7 @@ def _call(
         ),
         dropout=dropout,
         modifiers=modifiers,
+        kv_grad_dtype=kv_grad_dtype,
     )  # fmt: skip
 
 
@@ -349,7 +352,7 @@ def _(
 
 
 _NUM_TENSORS = 12  # of the forward
-_NUM_CONSTANTS = 13  # besides needs_lse and needs_grad
+_NUM_CONSTANTS = 14  # besides needs_lse and needs_grad
 _DEGREE = 16  # place of ulysses_degree among what follows query, key and value
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import register_sharding
 import dtcp.attention.ops  # noqa: F401  # defines the ops
 
 _NUM_MASKS = 6  # documents, key_lengths, mask_mod, sinks, attn_bias, alibi_slopes
-_CONSTANTS = [None] * 13  # group_name … head_axis
+_CONSTANTS = [None] * 14  # group_name … head_axis
 _DEGREE = 7  # place of ulysses_degree among them
 _NUMBER = Replicate()
 _BATCH, _HEADS = Shard(0), Shard(2)

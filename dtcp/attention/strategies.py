@@ -43,8 +43,8 @@ class Strategy(Protocol):
 class _StepByStep:
     """The keys of one rank at a time, while those of the next are on their way; each rank has another one's.
 
-    In the backward the keys come once more, and each rank's part of a key gradient goes straight back to the owner in
-    float32, one step later.
+    In the backward the keys come once more, and each rank's part of a key gradient goes straight back to the owner, one
+    step later.
     """
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,10 @@ class ExactExchange(_StepByStep):
 
 
 class _Returns:
-    """The way of key gradients back to the keys' owners, in two buffers for what leaves and one for what arrives."""
+    """The way of key gradients back to the keys' owners, in two buffers for what leaves and one for what arrives.
+
+    Where they travel in another dtype than that of their sums, a rounded copy leaves and one part is made at a time.
+    """
 
     def __init__(self, call: Call, steps: tuple[Step, ...], grads: Gradients, key: Tensor, value: Tensor) -> None:
         self._call, self._steps, self._grads = call, steps, grads
@@ -170,8 +173,10 @@ class _Returns:
         batch_size = key.size(0)
         self._num_entries = [0, *(step.keys.num_entries(batch_size) for step in steps[1:])]
         self._num_returned = [0, *(step.reader_keys.num_entries(batch_size) for step in steps[1:])]
-        self._parts = [key.new_empty(max(self._num_entries), *shape, dtype=grads.dtype) for _ in steps[1:3]]
-        self._arriving = key.new_empty(max(self._num_returned), *shape, dtype=grads.dtype)
+        most, is_rounded = max(self._num_entries), grads.sent_in != grads.dtype
+        self._parts = [key.new_empty(most, *shape, dtype=grads.dtype) for _ in steps[1 : 2 if is_rounded else 3]]
+        self._leaving = key.new_empty(most, *shape, dtype=grads.sent_in) if is_rounded else None
+        self._arriving = key.new_empty(max(self._num_returned), *shape, dtype=grads.sent_in)
         self._in_flight: tuple[Exchange, Tensor, NeededKeys] | None = None
 
     def new_part(self, step: int) -> Tensor:
@@ -185,7 +190,7 @@ class _Returns:
         done = self._steps[step]
         arriving = self._arriving[: self._num_returned[step]]
         exchange = start_exchange(
-            [Message(self._call.peer(done.source), self._part(step))],
+            [Message(self._call.peer(done.source), self._rounded(self._part(step)))],
             [Message(self._call.peer(done.reader), arriving)],
             self._call.group,
         )
@@ -200,7 +205,11 @@ class _Returns:
             self._in_flight = None
 
     def _part(self, step: int) -> Tensor:
-        return self._parts[(step - 1) % 2][: self._num_entries[step]]
+        return self._parts[(step - 1) % len(self._parts)][: self._num_entries[step]]
+
+    def _rounded(self, part: Tensor) -> Tensor:
+        """What leaves."""
+        return part if self._leaving is None else self._leaving[: part.size(0)].copy_(part)
 
 
 class AllGather:
@@ -223,6 +232,8 @@ class AllGather:
             grads.add_own(call.tiles(call.rank), early)
         grad_kv = self._grads_of_others(call, grads, kv, key.size(-1))
         del kv  # before the sums of all ranks come
+        # What the collective adds up it adds up in the dtype that it sends.
+        grad_kv = grad_kv.to(grads.sent_in)
         returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
         grads.add_own(call.tiles(call.rank), late)
         scattering.wait()

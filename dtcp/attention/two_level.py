@@ -32,7 +32,8 @@ class TwoLevelRing:
     """A ring of nodes around rings of a node's ranks, see ``two_level_schedule``: N−1 shards over each network card.
 
     Four kv shards per rank, whatever cp and L are: what has entered the node here and what enters next, what came from
-    inside and what comes next. The backward has besides, in float32, at most six shards of key gradients.
+    inside and what comes next. The backward has besides, in float32, at most six shards of key gradients, and copies
+    of those that leave where they travel in another dtype.
     """
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -112,14 +113,14 @@ class _NodeReturns:
         self._length, self._grads, self._head_dim = length, grads, key.size(-1)
         entry = key.size(0), key.size(1), key.size(3) + value.size(3)
 
-        def buffer(slots: list[Rows]) -> Tensor:
-            return key.new_empty(max(stop - start for start, stop in slots), *entry, dtype=grads.dtype)
+        def buffer(slots: list[Rows], dtype: torch.dtype = grads.dtype) -> Tensor:
+            return key.new_empty(max(stop - start for start, stop in slots), *entry, dtype=dtype)
 
         parts, sums = [x.part_to.slots for x in self._returns], [x.keys_of_node for x in self._steps]
         self._parts = [buffer(parts) for _ in range(min(length - 1, 2))]
         self._sums = [buffer(sums[length:]) for _ in range(min(len(sums) // length - 1, 2))]
-        self._arriving_part = buffer([x.part_from.slots for x in self._returns])
-        self._arriving_sum = buffer([x.sum_from.slots for x in self._returns])
+        self._arriving_part = buffer([x.part_from.slots for x in self._returns], grads.sent_in)
+        self._arriving_sum = buffer([x.sum_from.slots for x in self._returns], grads.sent_in)
         self._in_flight: tuple[int, Exchange] | None = None
 
     def new_part(self, index: int) -> HeldKeys:
@@ -166,7 +167,8 @@ class _NodeReturns:
         self._sum(made_in)[slots[0] - first : slots[1] - first].add_(arrived)
 
     def _message(self, peer: int, buffer: Tensor, rows: Rows) -> Message:
-        return Message(self._call.peer(peer), buffer[slice(*rows)])
+        """Rows of a buffer for what arrives, or a rounded copy of what leaves."""
+        return Message(self._call.peer(peer), buffer[slice(*rows)].to(self._grads.sent_in))
 
     def _part(self, index: int) -> Tensor:
         return self._parts[(index % self._length - 1) % len(self._parts)]
@@ -185,7 +187,7 @@ class TwoLevelAllGather:
 
     Between nodes a rank sends and receives N−1 shards, inside its node (L−1)·N. The first half hides behind the rank's
     own tiles, the second behind those of the keys that are here then. Key gradients return the same way: added up
-    inside the node, then between nodes, in float32. All keys lie by local index: (L, N, S_kv, B, Hkv, D+Dv).
+    inside the node, then between nodes, each time in float32. All keys lie by local index: (L, N, S_kv, B, Hkv, D+Dv).
     """
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -227,13 +229,14 @@ class TwoLevelAllGather:
         alike, others = self._sources(call)
         add(others)
         # One rank of the node after the other, so that one buffer does.
-        mine, arriving = grad_kv[call.rank % self._length], torch.empty_like(grad_kv[0])
+        mine = grad_kv[call.rank % self._length]
+        arriving = torch.empty_like(mine, dtype=grads.sent_in)
         for distance in range(1, self._length):
             exchange = self._start_to_local(call, grad_kv, arriving, distance)
             add(alike[distance - 1 :: self._length - 1])
             exchange.wait()
             mine += arriving
-        returned, scattering = self._start_to_owners(call, mine)
+        returned, scattering = self._start_to_owners(call, mine, grads.sent_in)
         grads.add_own(own, late)
         scattering.wait()
         for shard in (*returned, mine[call.rank // self._length]):
@@ -274,13 +277,13 @@ class TwoLevelAllGather:
         """Give the rank ``distance`` above in the node what this one made for keys of that one's index."""
         first, local = call.rank - call.rank % self._length, call.rank % self._length
         above, below = (local + distance) % self._length, (local - distance) % self._length
-        sends = [Message(call.peer(first + above), grad_kv[above].flatten(0, 1))]
+        sends = [Message(call.peer(first + above), grad_kv[above].flatten(0, 1).to(arriving.dtype))]
         receives = [Message(call.peer(first + below), arriving.flatten(0, 1))]
         return start_exchange(sends, receives, call.group)
 
-    def _start_to_owners(self, call: Call, mine: Tensor) -> tuple[list[Tensor], Exchange]:
+    def _start_to_owners(self, call: Call, mine: Tensor, sent_in: torch.dtype) -> tuple[list[Tensor], Exchange]:
         """Give the other nodes' ranks of this index what this node made for their keys; (what returns, on its way)."""
-        sends = [Message(call.peer(rank), mine[rank // self._length]) for rank in self._alike(call)]
+        sends = [Message(call.peer(rank), mine[rank // self._length].to(sent_in)) for rank in self._alike(call)]
         returned = [torch.empty_like(message.rows) for message in sends]
         receives = [Message(message.peer, rows) for message, rows in zip(sends, returned, strict=True)]
         return returned, start_exchange(sends, receives, call.group)

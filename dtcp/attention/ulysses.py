@@ -156,11 +156,16 @@ class Ulysses:
     ) -> Pending:
         of_queries = tuple(part.queries for part in self._parts[index])
         of_keys = tuple(part.keys for part in self._parts[index])
-        of_keys_here = of_keys, self._exchange.of_keys
-        cut = (of_queries, self._exchange.of_queries), of_keys_here, of_keys_here
-        return self._exchange.start_to_tokens(
-            [Moved(grad.to(x.dtype), x, *how) for grad, x, how in zip(grads, targets, cut, strict=True)]
-        )
+        # What is no sum of several ranks' shares travels as the result is, if that is narrower.
+        summed_in, asked = targets[1].dtype, self._call.kv_grad_dtype or targets[1].dtype
+        sent_in = asked if asked.itemsize < summed_in.itemsize else summed_in
+        places, key_places = self._exchange.of_queries, self._exchange.of_keys
+        query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, targets, strict=True))
+        return self._exchange.start_to_tokens([
+            Moved(query, targets[0], of_queries, places),
+            Moved(key, targets[1], of_keys, key_places, sent_in),
+            Moved(value, targets[2], of_keys, key_places, sent_in),
+        ])  # fmt: skip
 
     def _new_gradients(self, grad_out: Tensor, kept: Kept, summed_in: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         batch, length = grad_out.size(0), self._call.kv_layout.local_seq_len

@@ -82,6 +82,7 @@ def context_parallel(
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     ranks_per_node: int | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
     rates: Rates | None = None,
     kernel: str = "auto",
     documents: Documents | None = None,
@@ -121,7 +122,7 @@ def context_parallel(
         buffer_batch_dims: Dim of each buffer's rows (a number holds for all), for layouts that place the tokens of each
             row by its own documents. 0 by default; has to be said of a buffer with more dims before its sequence, like
             3-row position ids (3, B, S), whose rows are in dim 1.
-        layout, strategy, ulysses_degree, ranks_per_node, rates, kernel: As in ``make_layout`` and
+        layout, strategy, ulysses_degree, ranks_per_node, kv_grad_dtype, rates, kernel: As in ``make_layout`` and
             ``context_parallel_attention``.
         documents: Where documents lie: tokens see their own only, and ``per_document`` places tokens by them.
         window_size, key_lengths, mask_mod, sinks, alibi_slopes, softcap: Of every attention call inside, as in
@@ -145,7 +146,9 @@ def context_parallel(
         RuntimeError: At the end of the block, if no attention call was redirected, or not as many as expected.
     """
     check_mesh(mesh, "context_parallel")
-    how = resolved_strategy(strategy, ulysses_degree, mesh.size(), rates=rates, ranks_per_node=ranks_per_node)
+    how = resolved_strategy(
+        strategy, ulysses_degree, mesh.size(), rates=rates, ranks_per_node=ranks_per_node, kv_grad_dtype=kv_grad_dtype
+    )
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
     if attn_mask_queries not in (None, *QUERIES):

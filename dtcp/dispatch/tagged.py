@@ -137,6 +137,7 @@ def as_dtensor(
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     ranks_per_node: int | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
     rates: Rates | None = None,
     kernel: str = "auto",
 ) -> LayoutTensor:
@@ -154,7 +155,7 @@ def as_dtensor(
         dim: Sequence dim; 2 for (B, H, S, D).
         placements: One for each axis of ``mesh``: ``Shard(dim)`` on the cp axis, on the others ``Shard`` of the heads
             or rows, or ``Replicate()``.
-        strategy, ulysses_degree, ranks_per_node, rates, kernel: As in ``context_parallel_attention``.
+        strategy, ulysses_degree, ranks_per_node, kv_grad_dtype, rates, kernel: As in ``context_parallel_attention``.
 
     Returns:
         Tensor of the global shape, whose sequence dim has ``layout.padded_seq_len``. ``to_local()`` gives the slots
@@ -164,7 +165,7 @@ def as_dtensor(
     Raises:
         ValueError: If mesh, placements, layout and ``local`` do not fit together.
     """
-    check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
+    check_strategy(strategy, ulysses_degree, rates, ranks_per_node, kv_grad_dtype)
     if kernel not in KERNEL_NAMES:
         raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
     if not -local.ndim <= dim < local.ndim:
@@ -188,8 +189,9 @@ def as_dtensor(
         _check_slots(local, dim, layout, mesh.size(axes[0]))
     group_name = mesh.get_group(axes[0]).group_name
     how = resolved_strategy(
-        strategy, ulysses_degree, mesh.size(axes[0]), rates=rates, ranks_per_node=ranks_per_node
-    )
+        strategy, ulysses_degree, mesh.size(axes[0]), rates=rates, ranks_per_node=ranks_per_node,
+        kv_grad_dtype=kv_grad_dtype,
+    )  # fmt: skip
     return _tagged(local, layout.state, mesh, placements, dim, group_name, how, kernel)
 
 

@@ -29,7 +29,7 @@ from dtcp.doctor.record import Recording, Traffic, record
 from dtcp.doctor.reference import Outcome, Reference
 from dtcp.doctor.report import NUM_WORST, Comparison, Report, largest
 from dtcp.doctor.subject import Subject
-from dtcp.train.config import DType
+from dtcp.train.config import AttentionConfig, DType
 from dtcp.train.session import agreed
 
 HALF_FACTOR = 2.0  # of one rank's own error in bfloat16: both round, and not alike
@@ -53,7 +53,8 @@ def examine(config: DoctorJobConfig, device: torch.device | str = "cpu") -> Repo
     examination = _Examination(config, torch.device(device))
     examination.in_float32()
     if examination.report.is_right:
-        if DType.bfloat16 in (config.training.param_dtype, config.training.reduce_dtype):
+        narrowed = config.training.param_dtype, config.training.reduce_dtype, config.attention.kv_grad_dtype
+        if DType.bfloat16 in narrowed:
             examination.in_narrow(torch.bfloat16)
         elif examination.built_in is not None:
             examination.in_narrow(examination.built_in)
@@ -78,7 +79,8 @@ class _Examination:
 
     def in_float32(self) -> None:
         """The strict comparison, and everything that is measured beside it."""
-        subject = self._subject(param_dtype=DType.float32, reduce_dtype=DType.float32)
+        attention = dataclasses.replace(self.config.attention, kv_grad_dtype=None)
+        subject = self._subject(attention, param_dtype=DType.float32, reduce_dtype=DType.float32)
         self.report.job = subject.describe()
         self.built_in = subject.built_in
         if self.built_in is not None:
@@ -98,7 +100,7 @@ class _Examination:
 
     def in_narrow(self, dtype: torch.dtype) -> None:
         """The job in its own precision; one rank's own error in it is the measure."""
-        subject = self._subject(keeps_dtype=True)
+        subject = self._subject(self.config.attention, keeps_dtype=True)
         loss, norm = subject.take_step()
         limits: dict[str, float] = {}
         number_limit = 0.0
@@ -117,14 +119,15 @@ class _Examination:
         if not comparison.is_right:
             self.report.hints.append(
                 f"the same mesh is right in float32: look for sums over ranks in {subject.dtype} "
-                "(training.reduce_dtype), or parts that compute in another precision than on one rank"
+                "or on their way (training.reduce_dtype, attention.kv_grad_dtype), or parts that compute in another "
+                "precision than on one rank"
             )
 
     # ---- steps ----
 
-    def _subject(self, *, keeps_dtype: bool = False, **dtypes: Any) -> Subject:
+    def _subject(self, attention: AttentionConfig, *, keeps_dtype: bool = False, **dtypes: Any) -> Subject:
         training = dataclasses.replace(self.config.training, **dtypes)
-        config = dataclasses.replace(self.config, training=training)
+        config = dataclasses.replace(self.config, training=training, attention=attention)
         return Subject(config, self.device, keeps_dtype=keeps_dtype)
 
     def _take_weights(self, subject: Subject) -> None:

@@ -194,6 +194,7 @@ class Subject(Trainer):
             strategy=attention.strategy,
             ulysses_degree=attention.ulysses_degree,
             ranks_per_node=self.dims.cp_ranks_per_node(self.config.mesh.ranks_per_node),
+            kv_grad_dtype=attention.torch_kv_grad_dtype,
             kernel=attention.kernel,
         ):
             return super().loss(microbatch, num_valid_tokens)

@@ -63,7 +63,8 @@ class ContextParallel(ParallelStyle):
     ``dropout_keys`` and drops the same weights on any mesh.
 
     Args:
-        strategy, ulysses_degree, ranks_per_node, rates, kernel, qkv_format: As in ``context_parallel_attention``.
+        strategy, ulysses_degree, ranks_per_node, kv_grad_dtype, rates, kernel, qkv_format: As in
+            ``context_parallel_attention``.
         is_causal: Whether the module masks the future; None reads the module's attribute ``is_causal`` at each call.
         scale: Of the scores; None is 1/√D.
         window_size: Of the module's attention; None reads its attribute ``window_size`` at each call, and is no window
@@ -81,6 +82,7 @@ class ContextParallel(ParallelStyle):
         strategy: str = "ring",
         ulysses_degree: int | None = None,
         ranks_per_node: int | None = None,
+        kv_grad_dtype: torch.dtype | None = None,
         rates: Rates | None = None,
         kernel: str = "auto",
         is_causal: bool | None = None,
@@ -96,12 +98,12 @@ class ContextParallel(ParallelStyle):
         )
         self.window_size, self.softcap, self.mask_mod = window_size, softcap, mask_mod
         self._mask_mod_handle = masks.mask_mod
-        check_strategy(strategy, ulysses_degree, rates, ranks_per_node)
+        check_strategy(strategy, ulysses_degree, rates, ranks_per_node, kv_grad_dtype)
         check_format(qkv_format)
         if kernel not in KERNEL_NAMES:
             raise ValueError(f"kernel must be one of {', '.join(KERNEL_NAMES)}, got {kernel!r}")
         self.strategy, self.ulysses_degree = strategy, ulysses_degree
-        self.ranks_per_node, self.rates = ranks_per_node, rates
+        self.ranks_per_node, self.kv_grad_dtype, self.rates = ranks_per_node, kv_grad_dtype, rates
         self.kernel, self.is_causal = kernel, is_causal
         self.scale, self.qkv_format = scale, qkv_format
 
@@ -132,7 +134,7 @@ class ContextParallel(ParallelStyle):
         group_name = device_mesh.get_group().group_name
         how = resolved_strategy(
             self.strategy, self.ulysses_degree, device_mesh.size(), rates=self.rates,
-            ranks_per_node=self.ranks_per_node,
+            ranks_per_node=self.ranks_per_node, kv_grad_dtype=self.kv_grad_dtype,
         )  # fmt: skip
         module._dtcp_plan = _Plan(  # type: ignore[assignment]
             group_name, device_mesh.size(), self.is_causal, how, self.kernel, self.window_size, self.softcap,

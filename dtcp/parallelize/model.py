@@ -53,6 +53,7 @@ def parallelize(
     strategy: str = "ring",
     ulysses_degree: int | None = None,
     ranks_per_node: int | None = None,
+    kv_grad_dtype: torch.dtype | None = None,
     rates: Rates | None = None,
     kernel: str = "auto",
     activation_checkpointing: str = "none",
@@ -91,7 +92,7 @@ def parallelize(
             the modules that attend as those of `dtcp.models` do (``"attention.sdpa"``), or that
             `dtcp.integrations` have put in. An empty one leaves attention to another door,
             ``with context_parallel(...)``.
-        strategy, ulysses_degree, ranks_per_node, rates, kernel: Of that plan.
+        strategy, ulysses_degree, ranks_per_node, kv_grad_dtype, rates, kernel: Of that plan.
         activation_checkpointing: ``none``, ``full`` or ``selective``; of every ``checkpoint_every``-th block.
         offload_activations: Keep what the treated blocks keep on the host.
         compile: True, or options of ``torch.compile`` beside ``fullgraph``.
@@ -118,8 +119,9 @@ def parallelize(
         apply_tensor_parallel(model, dims, sequence_parallel=sequence_parallel, plan=tensor_plan)
     # Checks the names also where cp is 1.
     style = ContextParallel(
-        strategy=strategy, ulysses_degree=ulysses_degree, ranks_per_node=ranks_per_node, rates=rates, kernel=kernel
-    )
+        strategy=strategy, ulysses_degree=ulysses_degree, ranks_per_node=ranks_per_node,
+        kv_grad_dtype=kv_grad_dtype, rates=rates, kernel=kernel,
+    )  # fmt: skip
     planned: dict[str, nn.Module] = {}
     if dims.cp > 1 or packed_documents:
         planned = _apply_context_plan(model, dims, style, context_plan)

@@ -71,9 +71,14 @@ class AttentionConfig:
 
     strategy: str = MISSING
     ulysses_degree: int | None = MISSING
+    kv_grad_dtype: DType | None = MISSING
     rates: str | None = MISSING
     layout: str = MISSING
     kernel: str = MISSING
+
+    @property
+    def torch_kv_grad_dtype(self) -> torch.dtype | None:
+        return None if self.kv_grad_dtype is None else self.kv_grad_dtype.torch_dtype
 
 
 @dataclass(slots=True)

@@ -76,6 +76,7 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
         strategy=config.attention.strategy,
         ulysses_degree=config.attention.ulysses_degree,
         ranks_per_node=dims.cp_ranks_per_node(config.mesh.ranks_per_node),
+        kv_grad_dtype=config.attention.torch_kv_grad_dtype,
         rates=attention_rates(model, dims, config),
         kernel=config.attention.kernel,
         activation_checkpointing=checkpointing.mode.value,

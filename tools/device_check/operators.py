@@ -50,7 +50,7 @@ def _check(device: torch.device, strategy: str, case: str, group_name: str) -> N
         sinks, bias, slopes = (x.to(device) for x in (torch.randn(4), torch.randn(2, 1, 13, 13), torch.rand(4)))
         masks = (documents.state, torch.tensor([13, 9]), None, sinks, bias, slopes)
     how = strategy_of(strategy, 1)
-    constants = (group_name, True, *window, 0.0, 0.25, *how[:3], "auto", dropped_p, 0, "")
+    constants = (group_name, True, *window, 0.0, 0.25, *how[:4], "auto", dropped_p, 0, "")
     more = (layout.state, layout.state, *masks, keys, *constants)
     # opcheck compares the outputs of two runs, and each call has another number.
     with mock.patch.object(ops, "agree", lambda *args, **kwargs: 7 * bool(agree(*args, **kwargs))):

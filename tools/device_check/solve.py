@@ -53,7 +53,7 @@ def on_rank(
     constants: tuple[Any, ...] = (
         layout.state, layout.state, masks.documents, masks.key_lengths, masks.mask_mod, masks.sinks, None, None, None,
         group.group_name, posed.masks.get("is_causal", False), *masks.window_size, 0.0, query.size(-1) ** -0.5,
-        *how[:3], kernel, 0.0, 0, "",
+        *how[:4], kernel, 0.0, 0, "",
     )  # fmt: skip
     # The ops and not autograd: on an accelerator it would run all ranks' backwards in one thread.
     out, lse, number, *kept = forward_op(query, key, value, *constants, True, True)
