@@ -89,6 +89,14 @@ def test_a_right_configuration_is_right(ranks: Ranks, world: int, overrides: str
         assert not report.hints and "RIGHT" in str(report)
 
 
+@pytest.mark.slow
+def test_narrow_key_gradients_are_compared_in_float32_first_and_then_as_the_job_has_them(ranks: Ranks):
+    for report in ranks.run(2, run_doctor, f"{LLAMA} mesh.cp=2 attention.kv_grad_dtype=bfloat16", timeout=600):
+        assert report.exit_code == 0, str(report)
+        strict, narrow = ([d.error for d in c.deviations] for c in report.comparisons)
+        assert max(strict) < 1e-5 < 1e-4 < max(narrow), "only the second rounds"
+
+
 def short_documents(folder: Path) -> str:
     """Overrides for rows that hold several documents each."""
     for number in range(60):

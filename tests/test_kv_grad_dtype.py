@@ -22,9 +22,9 @@ from recorder import Sent, count_exchanges
 HALF = torch.bfloat16
 
 # By strategy and ranks per node, what bfloat16 on the wire may multiply the error of key gradients by, at 2 and at 4
-# ranks; measured 1.08 and 1.15, and 1.08 and 1.37 where a collective adds up in it. Without the wire, the ring's float32
-# sums leave the rounding of the result: 1.8e-3. One bfloat16 kernel, which ulysses calls, has 5.4e-3 of its own, and
-# its gradients are in bfloat16 before they travel.
+# ranks; measured 1.08 and 1.15, and 1.08 and 1.37 where a collective adds up in it. With float32 on the wire the error
+# is 1.8e-3, the rounding of the result. One bfloat16 kernel, which ulysses calls, has 5.4e-3 of its own, and gives its
+# gradients in bfloat16 before they travel.
 MOST_FACTOR = {
     ("ring", None): (1.12, 1.25), ("exchange", None): (1.12, 1.25), ("all_gather", None): (1.12, 1.5),
     ("ulysses", None): (1.02, 1.02), ("hybrid", None): (None, 1.12), ("ring", 2): (None, 1.3),
@@ -123,7 +123,8 @@ def check_doors(rank: int, world: int) -> None:
             return attend(*inputs, is_causal=True)
 
     def of_dtensors() -> Tensor:
-        return attend(*(dtcp.as_dtensor(x, mesh, layout, kv_grad_dtype=HALF) for x in inputs), is_causal=True).to_local()
+        cut = (dtcp.as_dtensor(x, mesh, layout, kv_grad_dtype=HALF) for x in inputs)
+        return attend(*cut, is_causal=True).to_local()
 
     def planned() -> Tensor:
         model = torch.nn.ModuleDict({"attention": Attention()})
