@@ -19,7 +19,13 @@ import dtcp
 from dtcp.attention.comm import Message, start_exchange
 from dtcp.attention.loopback import Loopback
 from dtcp.attention.schedule import exchange_steps
-from dtcp.collectives import all_gather_rows, reduce_scatter_rows, resolve_group
+from dtcp.collectives import (
+    all_gather_rows,
+    reduce_scatter_rows,
+    resolve_group,
+    start_all_gather_rows,
+    start_reduce_scatter_rows,
+)
 from dtcp.mask import checked_mask
 
 LAYOUTS = ("contiguous", "head_tail", "striped", "per_document", "auto")
@@ -37,7 +43,7 @@ def test_every_strategy_on_a_loopback_matches_the_float64_oracle(strategy, layou
         mask = "documents+window"
     posed = pose(Problem(mask, heads, seq_len, torch.float64), torch.device("cpu"))
     layout = dtcp.make_layout(layout_name, seq_len=seq_len, cp=cp, documents=posed.documents)
-    found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp)), right_answer(posed))
+    found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp, strict=True)), right_answer(posed))
     assert all(error < 1e-10 for error in found.values()), found
 
 
@@ -47,7 +53,7 @@ def test_gradients_come_home_where_ranks_have_nothing_to_do_in_some_steps(strate
     """Two ranks that read each other's keys have to send keys and gradients in one order, whatever others need."""
     posed = pose(Problem("documents+window", (7, 7, 8, 8), seq_len, torch.float64), torch.device("cpu"))
     layout = dtcp.make_layout("per_document", seq_len=seq_len, cp=cp, documents=posed.documents)
-    found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp)), right_answer(posed))
+    found = errors(solve(posed, layout, strategy_of(strategy, cp), Loopback(cp, strict=True)), right_answer(posed))
     assert all(error < 1e-10 for error in found.values()), found
 
 
@@ -79,20 +85,23 @@ def on_process(rank: int, world: int, strategy: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "exchange", "ulysses"])
-def test_a_rank_of_a_loopback_computes_bit_for_bit_what_a_process_does(ranks, strategy):
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_rank_of_a_loopback_computes_bit_for_bit_what_a_process_does(ranks, strategy, strict):
     posed = pose(Problem("documents", (6, 2, 16, 8), 45), torch.device("cpu"))
     layout = dtcp.make_layout("head_tail", seq_len=45, cp=3)
-    threads = Loopback(3).run(lambda group: on_rank(posed, layout, strategy_of(strategy, 3), group, "auto"))
+    loopback = Loopback(3, strict=strict)
+    threads = loopback.run(lambda group: on_rank(posed, layout, strategy_of(strategy, 3), group, "auto"))
     for thread, process in zip(threads, ranks.run(3, on_process, strategy), strict=True):
         for name, x in thread.items():
             assert torch.equal(x, process[name]) or x.isnan().equal(process[name].isnan()), name
 
 
-def test_collectives_of_rows_are_those_of_a_process_group():
+@pytest.mark.parametrize("strict", [False, True])
+def test_collectives_of_rows_are_those_of_a_process_group(strict):
     rows = [torch.arange(6.0).view(6, 1) * 10**rank for rank in range(3)]
-    gathered = Loopback(3).run(lambda group: all_gather_rows(rows[group.rank()], group))
+    gathered = Loopback(3, strict=strict).run(lambda group: all_gather_rows(rows[group.rank()], group))
     assert all(torch.equal(x, torch.cat(rows)) for x in gathered)
-    scattered = Loopback(3).run(lambda group: reduce_scatter_rows(rows[group.rank()], group))
+    scattered = Loopback(3, strict=strict).run(lambda group: reduce_scatter_rows(rows[group.rank()], group))
     assert torch.equal(torch.cat(scattered), sum(rows))
 
 
@@ -112,7 +121,8 @@ def exchange(group, peer: int, send=(), receive=()) -> None:
     start_exchange([Message(peer, x) for x in send], [Message(peer, x) for x in receive], group).wait()
 
 
-def test_messages_of_two_ranks_are_matched_in_their_order():
+@pytest.mark.parametrize("strict", [False, True])
+def test_messages_of_two_ranks_are_matched_in_their_order(strict):
     def run(group):
         if group.rank() == 0:
             exchange(group, 1, send=[torch.full((2,), 1.0), torch.full((2,), 2.0)])
@@ -121,7 +131,7 @@ def test_messages_of_two_ranks_are_matched_in_their_order():
         exchange(group, 0, receive=[first, second])
         return [first.tolist(), second.tolist()]
 
-    assert Loopback(2).run(run)[1] == [[1, 1], [2, 2]]
+    assert Loopback(2, strict=strict).run(run)[1] == [[1, 1], [2, 2]]
 
 
 def test_a_rank_that_fails_ends_all_of_them_with_its_error():
@@ -145,9 +155,93 @@ def test_waiting_for_a_rank_that_does_not_come_is_an_error_that_says_for_what(wh
                 exchange(group, 1, receive=[torch.zeros(3, 2)])
             else:
                 all_gather_rows(torch.zeros(6, 1), group)
+        elif is_late:
+            time.sleep(0.3)
 
+    is_late = False
+    with pytest.raises(RuntimeError, match=rf"rank 0 .* waits for an? {what} .* never come, .*; every rank must"):
+        Loopback(2).run(run)
+    is_late = True
     with pytest.raises(TimeoutError, match=rf"rank 0 .* waited 0.2 s for an? {what} .*; every rank must"):
         Loopback(2, timeout=0.2).run(run)
+
+
+def test_ranks_that_wait_for_each_other_are_found_before_the_time_out():
+    def run(group):
+        exchange(group, 1 - group.rank(), receive=[torch.zeros(1)])
+        exchange(group, 1 - group.rank(), send=[torch.zeros(1)])
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="which will never come, since every rank that still runs waits"):
+        Loopback(2, timeout=60).run(run)
+    assert time.monotonic() - start < 20
+
+
+def start_ones(group, *, mine=None):
+    """(the rows that this rank sends to the other one, those that arrive, the exchange)."""
+    mine, rows = torch.ones(1) if mine is None else mine, torch.zeros(1)
+    return mine, rows, start_exchange([Message(1 - group.rank(), mine)], [Message(1 - group.rank(), rows)], group)
+
+
+def test_what_has_not_been_waited_for_is_nan_on_a_strict_loopback():
+    def run(group):
+        _, rows, exchange = start_ones(group)
+        gathered, gathering = start_all_gather_rows(torch.ones(2, dtype=torch.bfloat16), group)
+        scattered, scattering = start_reduce_scatter_rows(torch.ones(2), group)
+        early = [bool(x.isnan().all()) for x in (rows, gathered, scattered)]
+        for work in (exchange, gathering, scattering):
+            work.wait()
+        return early, rows.tolist(), gathered.tolist(), scattered.tolist()
+
+    assert Loopback(2, strict=True).run(run) == [([True] * 3, [1], [1] * 4, [2])] * 2
+
+
+def test_what_is_written_to_while_it_is_on_its_way_arrives_wrong_on_a_strict_loopback():
+    def of_messages(group):
+        mine, rows, exchange = start_ones(group)
+        mine.fill_(7)
+        exchange.wait()
+        return float(rows)
+
+    def of_collectives(group):
+        mine = torch.ones(1)
+        gathered, work = start_all_gather_rows(mine, group)
+        mine.fill_(7)
+        work.wait()
+        return float(gathered.max())
+
+    def after_waiting(group):
+        mine, rows, exchange = start_ones(group)
+        exchange.wait()
+        mine.fill_(7)
+        return float(rows)
+
+    # Whoever writes last has the other's 7; the other may have looked before.
+    for run in (of_messages, of_collectives):
+        assert 7 in Loopback(2, strict=True).run(run)
+    assert Loopback(2, strict=True).run(after_waiting) == [1, 1]
+
+
+@pytest.mark.parametrize("what", ["message", "all-gather"])
+def test_what_nobody_waits_for_is_refused_on_a_strict_loopback(what):
+    def run(group):
+        if what == "message":
+            start_ones(group)
+        else:
+            start_all_gather_rows(torch.ones(1), group)
+
+    with pytest.raises(RuntimeError, match=rf"ended without waiting for what they had started: .*an? {what}"):
+        Loopback(2, strict=True).run(run)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(4, 2)[:, 0], torch.zeros(1)])
+def test_rows_that_a_process_group_would_not_send_are_refused(rows):
+    def run(group):
+        peer = group.rank() if rows.is_contiguous() else 1 - group.rank()
+        exchange(group, peer, send=[rows])
+
+    with pytest.raises(ValueError, match="a process group sends contiguous rows to other ranks only"):
+        Loopback(2).run(run)
 
 
 def test_ranks_that_disagree_are_refused():

@@ -14,17 +14,15 @@ from torch import Tensor
 
 import dtcp
 from cuts import cut_by_hand
-from dtcp.attention import two_level
 from dtcp.attention.call import Call
-from dtcp.attention.comm import Message
 from dtcp.attention.kernels import choose_kernel
+from dtcp.attention.loopback import Loopback
 from dtcp.attention.strategies import CORES, Strategy
 from dtcp.attention.two_level import core_of
 from dtcp.attention.two_level_schedule import pieces
 from dtcp.layout import LAYOUT_NAMES
 from dtcp.mask import Mask
 from live_bytes import peak_live_bytes
-from loopback import run_in_threads
 from oracle import GRADIENT_NAMES, relative_error
 
 TOLERANCE = 1e-10
@@ -45,7 +43,7 @@ def solve(core: Strategy, layout: dtcp.SequenceLayout, mask: Mask, inputs: list[
         grads = core.backward(call, grad_out, query, key, value, out, seen)
         return {"out": out, "lse": lse, **dict(zip(GRADIENT_NAMES, grads, strict=True))}
 
-    return run_in_threads(layout.cp, on_rank)
+    return Loopback(layout.cp, strict=True).run(on_rank)
 
 
 @st.composite
@@ -104,32 +102,6 @@ def check_problem(problem: dict[str, Any]) -> None:
             assert not mine[:, :, ~tokens].any(), f"{name} of padding"
 
 
-def test_the_loopback_finds_messages_that_are_lost_early_or_overwritten():
-    def lost(group: Any) -> None:
-        two_level.start_exchange([], [Message(1 - group.rank(), torch.zeros(1))], group).wait()
-
-    def early(group: Any) -> bool:
-        rows = torch.zeros(1)
-        exchange = two_level.start_exchange(
-            [Message(1 - group.rank(), torch.ones(1))], [Message(1 - group.rank(), rows)], group
-        )
-        is_nan = bool(rows.isnan().all())
-        exchange.wait()
-        return is_nan and rows.tolist() == [1]
-
-    def overwritten(group: Any) -> float:
-        mine, rows = torch.ones(1), torch.zeros(1)
-        exchange = two_level.start_exchange([Message(1 - group.rank(), mine)], [Message(1 - group.rank(), rows)], group)
-        mine.fill_(7)
-        exchange.wait()
-        return float(rows)
-
-    with pytest.raises(RuntimeError, match="every rank that still runs waits for one"):
-        run_in_threads(2, lost)
-    assert run_in_threads(2, early) == [True, True]
-    assert 7 in run_in_threads(2, overwritten)
-
-
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
 def test_pieces_of_slots_are_the_whole_and_equally_long(start, length, number):
     cut = pieces((start, start + length), number)
@@ -155,7 +127,7 @@ def peaks(core: Strategy, world: int, *, is_causal: bool = False) -> tuple[int, 
             core.backward(call, out, query, key, value, out, lse)
         return forward.peak, backward.peak
 
-    by_rank = run_in_threads(world, on_rank)
+    by_rank = Loopback(world, strict=True).run(on_rank)
     return max(forward for forward, _ in by_rank), max(backward for _, backward in by_rank)
 
 
