@@ -9,7 +9,7 @@ import math
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dtcp.own_group import ALONE, find_own_group, own_group
 from dtcp.recompute import Restore, captures_state
 
 if TYPE_CHECKING:
@@ -46,64 +47,6 @@ _AXIS = "mesh axis"
 _agreed: set[tuple[str, str, tuple[int, ...]]] = set()
 _Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
 _num_agreements: _Counts = weakref.WeakKeyDictionary()
-
-
-class _Alone:
-    """In the place of a group for a rank that exchanges nothing."""
-
-    group_name = ""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
-ALONE: dist.ProcessGroup = _Alone()  # type: ignore[assignment]
-
-_OWN = "own:"
-
-
-class OwnGroup:
-    """In the place of a process group for ranks that move rows themselves, as threads of one process do.
-
-    ``resolve_group`` finds it by its name for as long as somebody holds it. What the methods that start something
-    return has a ``wait``; until that has returned, the tensors belong to the exchange.
-    """
-
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        self.group_name = f"{_OWN}{name}:{rank}"
-        self._rank, self._size = rank, size
-        _own_groups[self.group_name] = self
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def start_messages(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> list[dist.Work]:
-        """Start sending (peer, rows), and filling rows from a peer, in order."""
-        raise NotImplementedError
-
-    def start_all_gather(self, gathered: Tensor, rows: Tensor) -> dist.Work:
-        """Start filling ``gathered`` with the ``rows`` of every rank, 1-D."""
-        raise NotImplementedError
-
-    def start_reduce_scatter(self, scattered: Tensor, rows: Tensor) -> dist.Work:
-        """Start filling ``scattered`` with this rank's part of the sum of all ranks' ``rows``, 1-D."""
-        raise NotImplementedError
-
-
-def own_group(group: object) -> OwnGroup | None:
-    """Return ``group`` if it is an ``OwnGroup``; one stands where process groups do, which have no class in common."""
-    return group if isinstance(group, OwnGroup) else None
-
-
-_own_groups: weakref.WeakValueDictionary[str, OwnGroup] = weakref.WeakValueDictionary()
 
 
 class _Recomputing(threading.local):
@@ -147,8 +90,8 @@ def resolve_group(group_name: str) -> dist.ProcessGroup:
     """Return the process group of that name, `ALONE` for "": a name is what travels through compiled graphs."""
     if group_name == ALONE.group_name:
         return ALONE
-    if group_name.startswith(_OWN):
-        return _own_groups[group_name]  # type: ignore[return-value]
+    if (own := find_own_group(group_name)) is not None:
+        return own
     from torch.distributed.distributed_c10d import _find_pg_by_ranks_and_tag, _resolve_process_group
 
     if group_name.startswith(f'["{_AXIS}"'):

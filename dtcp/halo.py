@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dtcp.collectives import ALONE, agree, check_mesh
+from dtcp.collectives import agree, check_mesh
 from dtcp.documents import Documents, check_documents
 from dtcp.halo_ops import halo_op
 from dtcp.halo_plan import num_slots_at_most, plan_halo
 from dtcp.layout import SequenceLayout
+from dtcp.own_group import ALONE
 from dtcp.shard import check_layout, check_pad_value, check_seq_dim, needs_grad
 from dtcp.shard_ops import check_rows, take_slots
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dtcp.collectives import own_group, resolve_group
+from dtcp.collectives import resolve_group
+from dtcp.own_group import own_group
 
 _MAX_OPTIMIZERS = 4  # in a group; programs that make one in each step are not followed for long
 _MAX_STEPS = 3  # of an optimizer, to find gradients, and then the others' norms

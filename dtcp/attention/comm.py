@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from dtcp.collectives import own_group
+from dtcp.own_group import own_group
 
 
 class Message(NamedTuple):

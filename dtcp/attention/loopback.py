@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtcp.collectives import OwnGroup
+from dtcp.own_group import OwnGroup
 
 T = TypeVar("T")
 _names = itertools.count()

@@ -15,8 +15,8 @@ from dtcp.attention.dropout import CallDropout, check_call_dropout
 from dtcp.attention.masks import check_mask_shapes
 from dtcp.attention.ops import attention_forward
 from dtcp.attention.scores import NO_MASKS, CallMasks
-from dtcp.collectives import ALONE
 from dtcp.layout import make_layout
+from dtcp.own_group import ALONE
 
 
 def single_rank_attention(

@@ -15,9 +15,9 @@ from dtcp.attention.call import Call
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.strategies import CORES
 from dtcp.attention.ulysses import Kept, Ulysses, kept_shapes
-from dtcp.collectives import OwnGroup
 from dtcp.layout import SequenceLayout
 from dtcp.mask import Mask
+from dtcp.own_group import OwnGroup
 
 _numbers = itertools.count()
 
