@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dtcp.auto_layout import choose_layout
 from dtcp.documents import Documents, Integers, check_documents
 from dtcp.mask import NO_WINDOW, Mask, check_window, checked_mask
-from dtcp.needed import NeededKeys, compacted, runs_of
+from dtcp.needed import NeededKeys
 from dtcp.placement import padded_len, per_document_positions, regular_positions
 from dtcp.remembered import remembered
-from dtcp.tiles import Tile, cut_tiles
+from dtcp.seen import key_range_of, needed_of, num_pairs_of, tiles_of, visible_of
+from dtcp.tiles import Tile
 
 LAYOUT_NAMES = ("contiguous", "head_tail", "striped", "per_document")
 STATE_SIZE = 5  # numbers of a layout's state, before the documents that it places tokens by
@@ -86,6 +87,10 @@ class SequenceLayout:
         self._check_rank(rank)
         return _num_valid(self, rank)
 
+    def token_positions(self, rank: int, row: int = 0) -> Integers:
+        """Global token index of each slot of ``rank`` that holds a token, in ``row``; not to be written to."""
+        return slot_positions(self, rank, row)[: _num_valid(self, rank)]
+
     def inverse(self) -> Tensor:
         """int64 (seq_len,), or (num_rows, seq_len): where token t stands among all slots in rank-major order.
 
@@ -140,13 +145,13 @@ class SequenceLayout:
         self._check_rank(q_rank)
         kv_layout._check_rank(kv_rank)
         self._check_comparable(kv_layout, mask)
-        return _tiles(self, kv_layout, mask, q_rank, kv_rank, may_mask, only_needed)
+        return tiles_of(self, kv_layout, mask, q_rank, kv_rank, may_mask, only_needed)
 
     def needed(
         self, q_rank: int, kv_rank: int, mask: Mask, *, kv_layout: SequenceLayout | None = None
     ) -> NeededKeys:
         """Exactly the keys of ``kv_rank`` that some query of ``q_rank`` sees."""
-        return _needed(self, kv_layout or self, mask, q_rank, kv_rank)
+        return needed_of(self, kv_layout or self, mask, q_rank, kv_rank)
 
     def key_range(
         self,
@@ -158,7 +163,7 @@ class SequenceLayout:
         kv_layout: SequenceLayout | None = None,
     ) -> tuple[int, int]:
         """Slots start..stop of ``kv_rank`` that ``tiles`` of the same arguments read; (0, 0) if none."""
-        return _key_range(self, kv_layout or self, mask or Mask(is_causal=is_causal), q_rank, kv_rank)
+        return key_range_of(self, kv_layout or self, mask or Mask(is_causal=is_causal), q_rank, kv_rank)
 
     def visible(
         self, q_rank: int, kv_rank: int, mask: Mask, row: int = 0, *, kv_layout: SequenceLayout | None = None
@@ -168,7 +173,7 @@ class SequenceLayout:
         Returns:
             (first, last + 1), int64 (num_valid(q_rank),) each, equal where it sees none.
         """
-        return _visible(self, kv_layout or self, mask, q_rank, kv_rank, row)
+        return visible_of(self, kv_layout or self, mask, q_rank, kv_rank, row)
 
     def attended_pairs(
         self,
@@ -181,7 +186,7 @@ class SequenceLayout:
         mask = checked_mask(is_causal=is_causal, window_size=window_size, documents=documents, key_lengths=key_lengths)
         if documents is not None:
             documents.check_fits(self.seq_len)
-        return [_num_pairs(self, mask, rank) for rank in range(self.cp)]
+        return [num_pairs_of(self, mask, rank) for rank in range(self.cp)]
 
     def imbalance(
         self,
@@ -334,83 +339,3 @@ def _num_valid(layout: SequenceLayout, rank: int) -> int:
 def _inverse(layout: SequenceLayout, row: int) -> Integers:
     order = np.concatenate([slot_positions(layout, r, row) for r in range(layout.cp)])
     return np.argsort(order)[: layout.seq_len]
-
-
-# ---- what follows from a mask ----------------------------------------------------------------------------------------
-
-
-def row_groups(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> tuple[tuple[int, int] | None, ...]:
-    """Batch rows (start, stop) that have the same tiles; (None,) if all do."""
-    placed_by = layout.placed_by if kv_layout == layout else None
-    return mask.row_groups(placed_by)
-
-
-def _documents_of(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *_: object) -> Documents | None:
-    return mask.documents or layout.placed_by or kv_layout.placed_by
-
-
-@remembered(of=_documents_of, maxsize=256)
-def _visible(
-    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int, row: int
-) -> tuple[Integers, Integers]:
-    queries = slot_positions(layout, q_rank, row)[: _num_valid(layout, q_rank)]
-    keys = slot_positions(kv_layout, kv_rank, row)[: _num_valid(kv_layout, kv_rank)]
-    first, stop = mask.intervals(layout.seq_len, kv_layout.seq_len, row)
-    return np.searchsorted(keys, first[queries]), np.searchsorted(keys, stop[queries])
-
-
-@remembered(of=_documents_of)
-def _tiles(
-    layout: SequenceLayout,
-    kv_layout: SequenceLayout,
-    mask: Mask,
-    q_rank: int,
-    kv_rank: int,
-    may_mask: bool,
-    only_needed: bool,
-) -> tuple[Tile, ...]:
-    # A causal mask alone has no ragged edges.
-    may_mask = may_mask and mask != Mask(is_causal=mask.is_causal)
-    tiles: list[Tile] = []
-    for rows in row_groups(layout, kv_layout, mask):
-        bounds = _visible(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0])
-        if only_needed:
-            bounds = compacted(*bounds)
-        tiles += cut_tiles(*bounds, may_mask=may_mask, rows=rows)
-    return tuple(tiles)
-
-
-@remembered(of=_documents_of)
-def _needed(
-    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
-) -> NeededKeys:
-    groups = []
-    for rows in row_groups(layout, kv_layout, mask):
-        runs = runs_of(*_visible(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0]))
-        if runs:
-            groups.append((rows, runs))
-    return NeededKeys(tuple(groups))
-
-
-@remembered(of=_documents_of)
-def _key_range(
-    layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
-) -> tuple[int, int]:
-    found = []
-    for rows in row_groups(layout, kv_layout, mask):
-        lower, upper = _visible(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0])
-        seen = np.flatnonzero(upper > lower)
-        if len(seen):
-            found.append((int(lower[seen[0]]), int(upper[seen[-1]])))
-    return (min(start for start, _ in found), max(stop for _, stop in found)) if found else (0, 0)
-
-
-@remembered(of=lambda layout, mask, _: mask.documents or layout.placed_by)
-def _num_pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
-    groups = row_groups(layout, layout, mask)
-    total = 0
-    for rows in groups:
-        first, stop = mask.intervals(layout.seq_len, layout.seq_len, 0 if rows is None else rows[0])
-        held = slot_positions(layout, rank, 0 if rows is None else rows[0])[: _num_valid(layout, rank)]
-        total += int((stop - first)[held].sum()) * (1 if rows is None else rows[1] - rows[0])
-    return total

@@ -30,6 +30,7 @@ LAYERS = [
     ["remembered"],
     ["documents"],
     ["mask", "tiles", "placement", "auto_layout", "needed"],
+    ["seen"],
     ["layout"],
     ["shard_ops"],
     ["vocabulary"],

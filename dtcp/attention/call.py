@@ -19,9 +19,10 @@ from dtcp.attention.kernels import Kernel
 from dtcp.attention.kernels.math import MathKernel
 from dtcp.attention.scores import Modifiers, TileScores
 from dtcp.documents import Integers
-from dtcp.layout import SequenceLayout, row_groups, slot_positions
+from dtcp.layout import SequenceLayout, slot_positions
 from dtcp.mask import Mask
 from dtcp.needed import NeededKeys, compacted, slots_of
+from dtcp.seen import row_groups
 from dtcp.tiles import Tile
 
 NO_MODIFIERS = Modifiers()

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dtcp.documents import Documents
-from dtcp.layout import SequenceLayout, row_groups, slot_positions
+from dtcp.layout import SequenceLayout, slot_positions
 from dtcp.mask import Mask
 from dtcp.needed import NeededKeys, Rows, range_of_keys
 from dtcp.remembered import remembered
+from dtcp.seen import row_groups
 from dtcp.tiles import Tile
 
 
