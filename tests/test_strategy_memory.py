@@ -27,12 +27,17 @@ SHARD = 2 * LOCAL * NUM_KV_HEADS * HEAD_DIM * 4  # keys and values of one rank, 
 ROWS = LOCAL * NUM_HEADS * 4  # lse
 
 
-def check_peaks(rank: int, world: int, name: str) -> tuple[int, int]:
+def check_peaks(
+    rank: int, world: int, name: str, kv_grad_dtype: torch.dtype | None = None
+) -> tuple[int, int]:
     """(peak of the forward, of the backward) of full attention."""
     group = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)).get_group()
     layout = dtcp.make_layout("head_tail", seq_len=LOCAL * world, cp=world)
     query, key, value = (torch.randn(1, h, LOCAL, HEAD_DIM) for h in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
-    call = Call(group, layout, layout, Mask(), scale=0.25, kernel=choose_kernel("flash", query, HEAD_DIM))
+    call = Call(
+        group, layout, layout, Mask(), scale=0.25, kernel=choose_kernel("flash", query, HEAD_DIM),
+        kv_grad_dtype=kv_grad_dtype,
+    )  # fmt: skip
     made: dict[Any, Any] = {}
 
     def once(shape: Any) -> torch.Tensor:
@@ -88,3 +93,11 @@ def test_peak_is_the_closed_form_in_shards(ranks, name, world):
     for found in ranks.run(world, check_peaks, name):
         assert 0 <= found[0] - forward * SHARD <= 2 * ROWS
         assert 0 <= found[1] - (backward * SHARD + SHARD + QUERIES) <= 2 * ROWS
+
+
+def test_key_gradients_that_travel_in_half_take_no_more_memory(ranks):
+    """One part that is made, and half of it each for what leaves and what arrives; all at once by all_gather."""
+    forms = {"ring": 2 + 1 + 1, "exchange": 3 + 1 + 1, "all_gather": 2 * 3}
+    for name, backward in forms.items():
+        for _, found in ranks.run(3, check_peaks, name, torch.bfloat16):
+            assert 0 <= found - (backward * SHARD + SHARD + QUERIES) <= 2 * ROWS, name
