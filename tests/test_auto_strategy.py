@@ -26,8 +26,8 @@ ONLY_LINKS = Rates(1e30, 1e9)
 ONLY_KERNELS = Rates(1e12, 1e30)
 
 
-def shape(num_heads: int = 16, num_kv_heads: int = 16, element_bytes: int = 4) -> Shape:
-    return Shape(1, num_heads, num_kv_heads, 64, 64, element_bytes)
+def shape(num_heads: int = 16, num_kv_heads: int = 16, element_bytes: int = 4, summed_bytes: int = 4) -> Shape:
+    return Shape(1, num_heads, num_kv_heads, 64, 64, element_bytes, summed_bytes)
 
 
 def layout_of(name: str, local: int, cp: int) -> dtcp.SequenceLayout:
@@ -51,16 +51,17 @@ def test_ulysses_overtakes_the_ring_where_the_papers_say(group_size):
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 16), (16, 4), (16, 1)])
 @pytest.mark.parametrize("cp", [2, 4, 8])
-def test_bytes_are_those_of_the_papers(num_heads, num_kv_heads, cp):
-    """b3: ring and all-gather 2(P−1)/P·s·hkv·e forward, as much and float32 gradients backward; ulysses row 5."""
-    of, layout = shape(num_heads, num_kv_heads, element_bytes=2), layout_of("head_tail", 64, cp)
+@pytest.mark.parametrize(("e", "summed"), [(2, 4), (2, 2), (4, 2)])
+def test_bytes_are_those_of_the_papers(num_heads, num_kv_heads, cp, e, summed):
+    """b3: ring and all-gather 2(P−1)/P·s·hkv·e forward, as much and gradients backward; ulysses row 5."""
+    of, layout = shape(num_heads, num_kv_heads, e, summed), layout_of("head_tail", 64, cp)
     keys = 2 * (cp - 1) / cp * layout.seq_len * num_kv_heads * 64
     for candidate in (RING, EXCHANGE, ALL_GATHER):
-        assert predict(candidate, of, layout, layout, FULL, ONLY_LINKS).sent_bytes == keys * (2 + 2 + 4)
+        assert predict(candidate, of, layout, layout, FULL, ONLY_LINKS).sent_bytes == keys * (e + e + summed)
     heads = (cp - 1) / cp**2 * layout.seq_len * 64
-    shared = 4 if num_kv_heads < cp else 2
+    returned = summed if num_kv_heads < cp else min(summed, e)
     kv_heads = max(num_kv_heads, cp)
-    right = heads * ((2 * num_heads + 2 * kv_heads) * 2 + 2 * num_heads * 2 + 2 * kv_heads * shared)
+    right = heads * ((2 * num_heads + 2 * kv_heads) * e + 2 * num_heads * e + 2 * kv_heads * returned)
     found = predict(Candidate("ring", cp), of, layout, layout, FULL, ONLY_LINKS).sent_bytes
     assert found == pytest.approx(right, rel=1e-12)
 

@@ -56,7 +56,7 @@ class Shape:
     """The tensors of a call on one rank.
 
     Attributes:
-        element_bytes, summed_bytes: Of an element of keys, and of their gradients where they are summed.
+        element_bytes, summed_bytes: Of an element of keys, and of ranks' parts of their gradients on the way.
     """
 
     batch_size: int
@@ -165,7 +165,7 @@ def _head_bytes(
     e = shape.element_bytes
     if not backward:
         return others * (of_query + of_keys) * e, others * of_out * e
-    summed = shape.summed_bytes if are_keys_shared(parts) else e
+    summed = shape.summed_bytes if are_keys_shared(parts) else min(shape.summed_bytes, e)
     return others * of_out * e, others * (of_query * e + of_keys * summed)
 
 
