@@ -58,8 +58,10 @@ class Moved(NamedTuple):
     Attributes:
         source: What this rank has; not written to until the exchange has finished.
         target: What it gets, filled when it finishes; its own view of a larger tensor maybe.
-        heads: The heads that each of the ranks has or gets; of ranks that share some, gradients are summed.
+        heads: The heads that each of the ranks has or gets.
         places: Of the slots.
+        is_sum: On the way back, whether ranks share heads: they have shares of their gradients, which are added to what
+            is in the target.
         sent_in: Dtype of what goes to other ranks; None for that of the source.
     """
 
@@ -67,6 +69,7 @@ class Moved(NamedTuple):
     target: Tensor
     heads: tuple[range, ...]
     places: Places
+    is_sum: bool = False
     sent_in: torch.dtype | None = None
 
 
@@ -132,15 +135,17 @@ class HeadExchange:
         return Pending(start_exchange(sends, receives, self._group), received, moved)
 
     def finish_to_tokens(self, pending: Pending) -> None:
-        """Add to the targets, (B, H, S_local, E): ranks that share heads have shares of their gradients."""
+        """Fill the targets, (B, H, S_local, E), or add to them."""
         pending.exchange.wait()
         for peer, parts in enumerate(pending.received):
             for index, x in enumerate(pending.moved):
                 target = _of_heads(x.target, x.heads[peer])
                 if parts is None:
-                    _take(x, peer, target, adds=True)
-                else:
+                    _take(x, peer, target, adds=x.is_sum)
+                elif x.is_sum:
                     target.add_(parts[index])
+                else:
+                    target.copy_(parts[index])
 
     def _nothing(self) -> list[list[Tensor] | None]:
         return [None] * self._degree

@@ -54,6 +54,12 @@ def are_keys_shared(parts: tuple[tuple[HeadPart, ...], ...]) -> bool:
     return any(before.stop > after.start for before, after in itertools.pairwise(spans))
 
 
+def are_heads_even(num_heads: int, num_kv_heads: int, degree: int) -> bool:
+    """Whether every rank has as many query heads and as many key heads."""
+    parts = cut_heads(num_heads, num_kv_heads, degree)
+    return len({tuple(map(len, whole_of(parts, member))) for member in range(degree)}) == 1
+
+
 def _middle(heads: range, num_heads: int, num_kv_heads: int) -> int | None:
     """The query head nearest to the middle at which another key head begins; None if all read one."""
     group_size = num_heads // num_kv_heads

@@ -34,8 +34,8 @@ class Partial:
         ``out`` and ``lse`` may be kept and written to.
         """
         is_first = self._out is None
-        if is_first and out.shape == self._shape and out.dtype == self._dtype:
-            self._out, self._lse = out, lse
+        if is_first and out.shape == self._shape:
+            self._out, self._lse = out.to(self._dtype), lse
             return
         whole_out, whole_lse = self.result()
         own_out, own_lse = whole_out[rows, :, slots], whole_lse[rows, :, slots]

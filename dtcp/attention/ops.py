@@ -25,7 +25,7 @@ from dtcp.attention.auto import choose_in_graph, choose_strategy, rates_of
 from dtcp.attention.call import Call, without_padding
 from dtcp.attention.calls import count_call
 from dtcp.attention.dropout import CallDropout, check_call_keys
-from dtcp.attention.heads import cut_heads, whole_of
+from dtcp.attention.heads import are_heads_even, cut_heads, whole_of
 from dtcp.attention.kernels import choose_kernel, lse_dtype
 from dtcp.attention.merge import add_sinks, grad_sinks
 from dtcp.attention.predict import Shape
@@ -172,8 +172,12 @@ def forward_op(
 def _new_kept(query: Tensor, key: Tensor, value: Tensor, degree: int) -> Kept:
     """Where the backward finds what it needs, (B, S, h, D), and lse (B, h, S); equally large on every rank."""
     *by_token, of_lse = kept_shapes(query.shape, key.shape, value.shape, degree)
-    lse = query.new_zeros(of_lse, dtype=lse_dtype(query.dtype))
-    return Kept._make([*(query.new_zeros(shape) for shape in by_token), lse])
+    lse = query.new_empty(of_lse, dtype=lse_dtype(query.dtype))
+    kept = Kept._make([*(query.new_empty(shape) for shape in by_token), lse])
+    if not are_heads_even(query.size(2), key.size(2), degree):  # what no head of this rank fills
+        for x in kept:
+            x.zero_()
+    return kept
 
 
 @torch.library.custom_op("dtcp::attention_backward", mutates_args=())

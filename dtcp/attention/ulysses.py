@@ -72,14 +72,15 @@ class Ulysses:
         self._own = [part[self._exchange.member] for part in self._parts]
         self._heads, self._kv_heads = whole_of(self._parts, self._exchange.member)
         self._degree, self._num_heads, self._num_kv_heads = degree, num_heads, num_kv_heads
+        self._are_keys_shared = are_keys_shared(self._parts)
         self._merged = self._merged_call()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, kept: Kept, sinks: Tensor | None, *, needs_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Fill ``kept``; return (out, lse) of this rank's tokens, lse if it is needed."""
-        out = query.new_zeros(*query.shape[:3], value.size(-1))
-        lse = query.new_zeros(*query.shape[:3], 1, dtype=kept.lse.dtype) if needs_lse else None
+        out = _by_token(query, query.shape[:3], value.size(-1), query.dtype)
+        lse = query.new_empty(*query.shape[:3], 1, dtype=kept.lse.dtype) if needs_lse else None
         arriving = [self._start_inputs(index, query, key, value, kept) for index in range(len(self._parts))]
         leaving = []
         for index, part in enumerate(self._own):
@@ -110,9 +111,8 @@ class Ulysses:
         Args:
             kept: With lse +inf for a query that saw nothing.
         """
-        shared = are_keys_shared(self._parts)
         # Shares of a gradient are summed in the dtype of the accumulation.
-        summed_in = lse_dtype(grad_out.dtype) if shared else grad_out.dtype
+        summed_in = lse_dtype(grad_out.dtype) if self._are_keys_shared else grad_out.dtype
         grads = self._new_gradients(grad_out, kept, summed_in)
         of_sinks = None if sinks is None else torch.zeros_like(sinks)
         whole = kept.out.new_empty(kept.out.shape)
@@ -159,21 +159,26 @@ class Ulysses:
         # What is no sum of several ranks' shares travels as the result is, if that is narrower.
         summed_in, asked = targets[1].dtype, self._call.kv_grad_dtype or targets[1].dtype
         sent_in = asked if asked.itemsize < summed_in.itemsize else summed_in
-        places, key_places = self._exchange.of_queries, self._exchange.of_keys
+        places, key_places, shared = self._exchange.of_queries, self._exchange.of_keys, self._are_keys_shared
         query, key, value = (grad.to(x.dtype) for grad, x in zip(grads, targets, strict=True))
         return self._exchange.start_to_tokens([
             Moved(query, targets[0], of_queries, places),
-            Moved(key, targets[1], of_keys, key_places, sent_in),
-            Moved(value, targets[2], of_keys, key_places, sent_in),
+            Moved(key, targets[1], of_keys, key_places, shared, sent_in),
+            Moved(value, targets[2], of_keys, key_places, shared, sent_in),
         ])  # fmt: skip
 
     def _new_gradients(self, grad_out: Tensor, kept: Kept, summed_in: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         batch, length = grad_out.size(0), self._call.kv_layout.local_seq_len
-        return (
-            grad_out.new_zeros(*grad_out.shape[:3], kept.query.size(-1)),
-            grad_out.new_zeros(batch, self._num_kv_heads, length, kept.key.size(-1), dtype=summed_in),
-            grad_out.new_zeros(batch, self._num_kv_heads, length, kept.value.size(-1), dtype=summed_in),
+        of_keys = torch.Size((batch, self._num_kv_heads, length))
+        grads = (
+            _by_token(grad_out, grad_out.shape[:3], kept.query.size(-1), grad_out.dtype),
+            _by_token(grad_out, of_keys, kept.key.size(-1), summed_in),
+            _by_token(grad_out, of_keys, kept.value.size(-1), summed_in),
         )
+        if self._are_keys_shared:
+            for grad in grads[1:]:
+                grad.zero_()
+        return grads
 
     def _places(self, part: HeadPart) -> tuple[slice, slice]:
         """Of its query heads and of its key heads among those of this rank."""
@@ -263,9 +268,15 @@ class Ulysses:
         if own is None or whole is None:
             return
         target = own.new_zeros(whole.size(0), *own.shape[1:])
-        moved = Moved(whole, target, self._bias_heads(own), self._exchange.of_queries)
+        moved = Moved(whole, target, self._bias_heads(own), self._exchange.of_queries, is_sum=True)
         self._exchange.finish_to_tokens(self._exchange.start_to_tokens([moved]))
         own += target if target.size(0) == own.size(0) else target.sum(0, keepdim=True)
+
+
+def _by_token(like: Tensor, shape: torch.Size, width: int, dtype: torch.dtype) -> Tensor:
+    """Room for (B, H, S, E) in the memory order (B, S, H, E), which the op gives to its caller."""
+    batch, heads, slots = shape
+    return like.new_empty(batch, slots, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def _of_heads(x: Tensor | None, dim: int, heads: slice) -> Tensor | None:
