@@ -172,6 +172,30 @@ def compiled(mesh: Any, layout: Any, inputs: list[Tensor], rates: dtcp.Rates) ->
     return torch.compile(explicit, fullgraph=True, backend="aot_eager")(mesh, layout, inputs, rates)
 
 
+def check_compiled(rank: int, world: int) -> None:
+    """With the rates of the device, in a context, and lengths that change from step to step."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).sin()
+
+    for seq_len in (29, 33, 47):
+        documents = dtcp.Documents.from_lengths([9, seq_len - 9])
+        whole = [torch.randn(2, h, seq_len, 8, dtype=torch.float64) for h in (4, 2, 2)]
+        for given in (None, documents):
+            right = dtcp.reference_attention(*whole, is_causal=True, enable_gqa=True, documents=given).sin()
+            with dtcp.context_parallel(mesh, seq_len=seq_len, strategy="auto", documents=given) as cp:
+                local = [cp.shard(x, dim=2).requires_grad_() for x in whole]
+                out = attend(*local)
+                out.sum().backward()
+                assert relative_error(cp.unshard(out.detach(), dim=2), right) < 1e-12
+
+
+def test_auto_is_decided_in_compiled_graphs_also_of_other_lengths(ranks):
+    ranks.run(2, check_compiled)
+
+
 def test_every_door_takes_the_strategy_that_rates_say(ranks):
     ranks.run(2, check_doors)
 

@@ -107,7 +107,7 @@ def context_parallel_attention(
             sequence, brought there and back by all-to-all; Hq >= cp), ``hybrid`` (that among ``ulysses_degree``
             adjacent ranks, and a ring over the rest), or ``auto``: the one that ``rates`` predict to take least for
             these heads, lengths and masks, decided at the first call of a kind and logged. A compiled graph knows no
-            layout and no documents: it decides for a balanced layout without documents.
+            layout and no documents: it decides for a balanced layout without documents, of a power of two tokens.
         ulysses_degree: For ``hybrid``: a divisor of cp, at most Hq. 1 is ``ring``, cp is ``ulysses``.
         ranks_per_node: For ``ring``, ``all_gather`` and ``hybrid``: adjacent ranks of the cp axis that share a node, a
             divisor of cp (and, for ``hybrid``, a multiple of ``ulysses_degree``). Keys and key gradients then cross to

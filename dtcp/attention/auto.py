@@ -59,11 +59,12 @@ def name_of(candidate: Candidate, cp: int) -> str:
 
 def choose_in_graph(
     sizes: tuple[int, ...],
-    local_lengths: tuple[int, int],
+    local_lengths: list[int],
     cp: int,
     is_causal: bool,
     window: tuple[int, int],
-    rates: Rates,
+    rates: Rates | None,
+    device_type: str,
 ) -> tuple[str, int]:
     """The same where a graph is being made, which knows no layout and no documents: balanced ones are assumed.
 
@@ -72,7 +73,8 @@ def choose_in_graph(
     """
     name = "head_tail" if is_causal else "contiguous"
     layout, kv_layout = (make_layout(name, seq_len=length * cp, cp=cp) for length in local_lengths)
-    chosen = choose_strategy(Shape(*sizes), layout, kv_layout, Mask(is_causal, window), rates)
+    mask, shape = Mask(is_causal, window), Shape(*sizes)
+    chosen = choose_strategy(shape, layout, kv_layout, mask, rates or rates_of(device_type))
     return chosen.core, chosen.ulysses_degree
 
 
@@ -86,9 +88,6 @@ def rates_of(device_type: str) -> Rates:
         return CPU_RATES
     name = torch.cuda.get_device_name()
     return next((rates for known, rates in DEVICE_RATES.items() if known in name), DEVICE_RATES["H100"])
-
-
-rates_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)

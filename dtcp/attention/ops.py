@@ -86,21 +86,31 @@ def _decided(
     """What ``auto`` takes for this call: (core, ulysses_degree)."""
     if strategy.cp == 1:
         return "ring", 1
-    rates = strategy.rates or rates_of(query.device.type)
     batch_size, length, num_heads, head_dim = query.shape
     sent_in = strategy.kv_grad_dtype or lse_dtype(query.dtype)
-    sizes = (
-        batch_size, num_heads, key.size(2), head_dim, value.size(3), query.element_size(), sent_in.itemsize,
-    )  # fmt: skip
+    sizes = num_heads, key.size(2), head_dim, value.size(3), query.element_size(), sent_in.itemsize
     if torch.compiler.is_compiling() or isinstance(q_state, FakeTensor):
-        return choose_in_graph(sizes, (length, key.size(1)), strategy.cp, is_causal, masks.window_size, rates)
-    lengths = None if masks.key_lengths is None else tuple(masks.key_lengths.tolist())
+        # In a graph of any length they are known to lie in a range, no more.
+        rows, *lengths = (_next_power_of_two(n) for n in (batch_size, length, key.size(1)))
+        return choose_in_graph(
+            (rows, *sizes), lengths, strategy.cp, is_causal, masks.window_size, strategy.rates, query.device.type
+        )
+    key_lengths = None if masks.key_lengths is None else tuple(masks.key_lengths.tolist())
     documents = None if masks.documents is None else Documents.from_state(masks.documents)
-    mask = Mask(is_causal, masks.window_size, documents, lengths)
+    mask = Mask(is_causal, masks.window_size, documents, key_lengths)
     layout, kv_layout = layout_from_state(q_state), layout_from_state(kv_state)
     if layout.cp != strategy.cp:  # refused by the op
         return "ring", 1
-    return choose_strategy(Shape(*sizes), layout, kv_layout, mask, rates)
+    return choose_strategy(
+        Shape(batch_size, *sizes), layout, kv_layout, mask, strategy.rates or rates_of(query.device.type)
+    )
+
+
+def _next_power_of_two(number: int) -> int:
+    found = 1
+    while found < number:
+        found *= 2
+    return found
 
 
 @torch.library.custom_op("dtcp::attention_forward", mutates_args=())
