@@ -9,7 +9,7 @@ import math
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -180,6 +180,7 @@ def agree(
     device: torch.device,
     error: Exception | None = None,
     entry: str = "",
+    readable: Mapping[str, Callable[[int], str]] | None = None,
 ) -> int:
     """Raise on every rank if ranks are about to exchange different things, or if one of them has an ``error``.
 
@@ -194,6 +195,7 @@ def agree(
         fields: What has to be equal, by name; at most 27 int64 numbers, the same names on each rank. On an accelerator
             those with "hash" or "checksum" in their name are compared when another one is new.
         entry: Text that has to be equal too: the place of a tensor in its container.
+        readable: Of a field, what to show of its value.
         error: This rank's own verdict on its arguments: raised here, and reported by the others.
 
     Returns:
@@ -214,7 +216,7 @@ def agree(
         names = zlib.crc32("/".join(fields).encode())
         records = _gather_records(operation, [int(error is None), names, *fields.values()], group, device)
         if error is not None or any(record != records[0] for record in records):
-            difference = _difference(list(fields), records, entry)
+            difference = _difference(list(fields), records, entry, readable or {})
             if error is not None:
                 if isinstance(error, ValueError) and difference:
                     raise ValueError(f"{error} ({difference})") from error
@@ -292,7 +294,9 @@ def _compare(operation: str, difference: str, records: list[list[int]]) -> None:
         raise ValueError(f"{operation}: the ranks of the group pass different sets of arguments; pass the same on each")
 
 
-def _difference(names: list[str], records: list[list[int]], entry: str) -> str:
+def _difference(
+    names: list[str], records: list[list[int]], entry: str, readable: Mapping[str, Callable[[int], str]]
+) -> str:
     """Say which field differs first, and its value by rank; nothing if records have no common fields."""
     if len({(record[0], record[3]) for record in records}) > 1:
         return ""
@@ -302,6 +306,8 @@ def _difference(names: list[str], records: list[list[int]], entry: str) -> str:
             shown: list[Any] = values
             if name.endswith("dtype"):
                 shown = [str(DTYPES[v]).removeprefix("torch.") for v in values]
+            elif name in readable:
+                shown = [readable[name](v) for v in values]
             elif name == "entry":  # only its checksum has travelled
                 shown = [entry if v == zlib.crc32(entry.encode()) else "(another)" for v in values]
             return f"{name} differs between the ranks of the group: {dict(enumerate(shown))}"

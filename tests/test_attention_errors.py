@@ -186,8 +186,8 @@ def check_differing(rank: int, world: int) -> None:
         (r"softcap \(.*\)", {"softcap": 5.0}, ""),
         (r"mask_mod \(checksum of some of its values\)", {"mask_mod": lambda b, h, q, kv: q // 4 == kv // 4}, ""),
         (r"dropout_p \(.*\)", DROPPED, ""),
-        (r"strategy \(0 ring, 1 exchange, 2 all_gather; .*\)", {"strategy": "all_gather"}, "{0: 12, 1: 10, 2: 10}"),
-        (r"strategy \(.*ranks among which heads are cut, .*\)", {"strategy": "ulysses"}, "{0: 30, 1: 10, 2: 10}"),
+        (r"strategy \(.*\)", {"strategy": "all_gather"}, "{0: 'all_gather', 1: 'ring', 2: 'ring'}"),
+        (r"strategy \(.*\)", {"strategy": "ulysses"}, "{0: 'ulysses', 1: 'ring', 2: 'ring'}"),
     ]:
         with pytest.raises(ValueError, match=f"{field} differs between the ranks") as caught:
             others = {"mask_mod": lambda b, h, q, kv: q // 8 == kv // 8} if "mask_mod" in options else {}

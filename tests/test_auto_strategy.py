@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import dtcp
 from contexts import raises
-from dtcp.attention.auto import candidates, choose_strategy, name_of
-from dtcp.attention.predict import Candidate, Rates, Shape, predict
+from dtcp.attention.auto import candidates, choose_strategy
+from dtcp.attention.predict import Candidate, Rates, Shape, name_of, predict
 from dtcp.mask import Mask
 from oracle import relative_error
 
@@ -89,14 +89,14 @@ def test_with_free_links_a_balanced_layout_costs_its_share_of_the_pairs():
 
 
 def test_candidates_are_what_ranks_and_heads_allow_and_the_simplest_come_first():
-    names = [name_of(c, 8) for c in candidates(8, 4)]
+    names = [name_of(*c, 8) for c in candidates(8, 4)]
     assert names == ["ring", "exchange", "hybrid(ulysses_degree=2)", "hybrid(ulysses_degree=4)", "all_gather"]
-    assert "ulysses" in [name_of(c, 8) for c in candidates(8, 8)]
-    assert [name_of(c, 3) for c in candidates(3, 2)] == ["ring", "exchange", "all_gather"]
+    assert "ulysses" in [name_of(*c, 8) for c in candidates(8, 8)]
+    assert [name_of(*c, 3) for c in candidates(3, 2)] == ["ring", "exchange", "all_gather"]
 
 
 def chosen(of: Shape, layout: dtcp.SequenceLayout, mask: Mask, rates: Rates) -> str:
-    return name_of(choose_strategy(of, layout, layout, mask, rates), layout.cp)
+    return name_of(*choose_strategy(of, layout, layout, mask, rates), layout.cp)
 
 
 def test_each_strategy_is_taken_where_it_is_best(caplog):
@@ -228,7 +228,8 @@ def check_refused(rank: int, world: int) -> None:
             dtcp.context_parallel_attention(*inputs, mesh=mesh, layout=layout, **options)
     # Ranks with other rates may come to another choice: found before anything is sent.
     rates = dtcp.Rates(1e30, 1.0) if rank == 0 else dtcp.Rates(1e30, 1e30, 0.0, 1.0)
-    with pytest.raises(ValueError, match="strategy .* differs between the ranks"):
+    found = r"the same rates\) differs between the ranks of the group: \{0: 'ulysses', 1: 'ring'\}"
+    with pytest.raises(ValueError, match=found):
         dtcp.context_parallel_attention(*inputs, mesh=mesh, layout=layout, strategy="auto", rates=rates)
 
 

@@ -327,3 +327,19 @@ def check_one_rank_refuses(rank: int, world: int) -> None:
 
 def test_a_refusal_of_one_rank_reaches_the_others(ranks):
     ranks.run(2, check_one_rank_refuses)
+
+
+def check_default_dtype(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            module = nn.ModuleDict({"sdpa": ScaledDotProductAttention()})
+            dtcp.ContextParallel()._apply(module["sdpa"], mesh)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert type(module["sdpa"]).__name__ == "ContextParallelScaledDotProductAttention"
+
+
+def test_a_plan_does_not_depend_on_the_default_dtype(ranks):
+    ranks.run(2, check_default_dtype)

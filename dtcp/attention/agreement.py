@@ -12,6 +12,7 @@ from dtcp.attention.arguments import ResolvedStrategy, check_heads_of_ranks, che
 from dtcp.attention.call import Call
 from dtcp.attention.kernels import lse_dtype
 from dtcp.attention.masks import check_bias
+from dtcp.attention.predict import name_of
 from dtcp.attention.scores import checksum_of_mask_mod, versions_of_captures
 from dtcp.attention.strategies import CORES
 from dtcp.collectives import DTYPES
@@ -94,12 +95,19 @@ def _fields(
         "scale (its float64 bits)": _bits(call.scale),
         "dropout_p (its float64 bits)": _bits(0.0 if call.dropout is None else call.dropout.p),
         # One number, since only so many are compared.
-        f"strategy ({_choices(cores)}; plus 10 x ranks among which heads are cut, plus 10^6 x ranks per node)": (
-            cores.index(how.core) + 10 * how.ulysses_degree + 10**6 * (how.ranks_per_node if has_nodes else 0)
-        ),
+        STRATEGY: cores.index(how.core) + 10 * how.ulysses_degree + 10**6 * (how.ranks_per_node if has_nodes else 0),
         "kv_grad_dtype": DTYPES.index(how.kv_grad_dtype or lse_dtype(query.dtype)),
         "requires_grad": int(needs_grad),
     }
+
+
+STRATEGY = "strategy (for auto every rank needs the same rates)"
+
+
+def strategy_of(code: int, cp: int) -> str:
+    """What the ranks' number for a strategy stands for."""
+    name = name_of(tuple(CORES)[code % 10], code // 10 % 10**5, cp)
+    return f"{name} with ranks_per_node={code // 10**6}" if code >= 10**6 else name
 
 
 def _refusal(query: Tensor, key: Tensor, call: Call, how: ResolvedStrategy) -> ValueError | None:

@@ -221,7 +221,7 @@ def check_rates(strategy: str, rates: Rates) -> None:
     """Raise ValueError unless these are rates, and something that ``strategy`` looks at."""
     if strategy != "auto":
         raise ValueError(f"rates have no meaning for strategy={strategy!r}; leave them None, or use strategy='auto'")
-    if not (isinstance(rates, Rates) and min(rates[:2]) > 0 and min(rates[2:]) >= 0):
+    if not (isinstance(rates, Rates) and min(rates[:2]) > 0 and min(rates[2:]) >= 0 and max(rates) < math.inf):
         raise ValueError(
             f"rates must be dtcp.Rates(kernel_flops, link_bytes, call_seconds=0.0, message_seconds=0.0) of positive "
             f"numbers, got {rates!r}; dtcp.measure_rates(mesh) makes some"

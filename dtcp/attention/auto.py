@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from dtcp.attention.predict import CPU_RATES, DEVICE_RATES, Candidate, Prediction, Rates, Shape, predict
+from dtcp.attention.predict import CPU_RATES, DEVICE_RATES, Candidate, Prediction, Rates, Shape, name_of, predict
 from dtcp.layout import SequenceLayout, make_layout
 from dtcp.mask import Mask
 
@@ -44,17 +44,12 @@ def choose_strategy(
         taken = next(p for p in predictions if p.seconds <= best * (1 + _LEAST_SAVING))
         _chosen[kind] = taken.candidate
         logger.info(
-            "strategy='auto' takes %s for %s: %s", name_of(taken.candidate, layout.cp), _described(shape, layout, mask),
-            ", ".join(f"{name_of(p.candidate, layout.cp)} {_figures(p)}" for p in predictions),
+            "strategy='auto' takes %s for %s: %s",
+            name_of(*taken.candidate, layout.cp),
+            _described(shape, layout, mask),
+            ", ".join(f"{name_of(*p.candidate, layout.cp)} {_figures(p)}" for p in predictions),
         )  # fmt: skip
     return _chosen[kind]
-
-
-def name_of(candidate: Candidate, cp: int) -> str:
-    """What a user would write."""
-    if candidate.ulysses_degree == 1:
-        return candidate.core
-    return "ulysses" if candidate.ulysses_degree == cp else f"hybrid(ulysses_degree={candidate.ulysses_degree})"
 
 
 def choose_in_graph(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dtcp.attention.agreement import CHANGES, agreement, check_mask_mod_is_as_before
+from dtcp.attention.agreement import CHANGES, STRATEGY, agreement, check_mask_mod_is_as_before, strategy_of
 from dtcp.attention.arguments import ResolvedStrategy
 from dtcp.attention.auto import choose_in_graph, choose_strategy, rates_of
 from dtcp.attention.call import Call, without_padding
@@ -158,7 +158,8 @@ def forward_op(
     )
     how = ResolvedStrategy(strategy, ulysses_degree, ranks_per_node, kv_grad_dtype)
     fields, refusal, mask_mod_state = agreement(query, key, value, call, sinks, how, needs_grad)
-    number = agree(_NAME, fields, call.group, query.device, error=refusal)
+    readable = {STRATEGY: functools.partial(strategy_of, cp=call.layout.cp)}
+    number = agree(_NAME, fields, call.group, query.device, error=refusal, readable=readable)
     count_call(q_state)
     numbers = torch.tensor([number, *mask_mod_state])
     query_, key_, value_ = _by_head(query, key, value)

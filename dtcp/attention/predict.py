@@ -75,6 +75,13 @@ class Candidate(NamedTuple):
     ulysses_degree: int
 
 
+def name_of(core: str, ulysses_degree: int, cp: int) -> str:
+    """What a user would write."""
+    if ulysses_degree == 1:
+        return core
+    return "ulysses" if ulysses_degree == cp else f"hybrid(ulysses_degree={ulysses_degree})"
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What a candidate costs the rank that takes longest.

@@ -32,7 +32,8 @@ def check_own_forward(
         )
     if current.frame is not None:
         return
-    query, key, value = torch.sin(torch.arange(3.0 * 2 * 5 * 8, device="cpu").square()).view(3, 1, 2, 5, 8).unbind()
+    numbers = torch.arange(3 * 2 * 5 * 8, device="cpu", dtype=torch.float32)  # whatever the default dtype is
+    query, key, value = torch.sin(numbers.square()).view(3, 1, 2, 5, 8).unbind()
     expected = reference_attention(query, key, value, is_causal=is_causal, scale=scale, **masks)
     is_swapped = qkv_format == "bshd"
     inputs = [x.transpose(1, 2) if is_swapped else x for x in (query, key, value)]
