@@ -1,6 +1,7 @@
 """tools/gpu_check.py without a GPU: what it checks on small sizes, what it finds, and that it keeps its time."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_a_short_run_checks_something_of_everything_and_says_what_it_left_out(tm
     assert record["environment"]["torch"] == torch.__version__
     for name, section in sections.items():
         assert not section["failures"] and section["num_checks"] and section["rows"], section
-        assert f"== {name}: {section['num_checks']} checks, all within tolerance; {section['seconds']:.1f} s" in output
+        assert re.search(rf"== {name}: {section['num_checks']} checks, all within tolerance; [\d.]+ s", output)
     cut = [name for name, section in sections.items() if any(n.startswith("CUT SHORT") for n in section["notes"])]
     assert "strategies" in cut and output.count("CUT SHORT") == len(cut)
     assert output.rstrip().endswith(f"; cut short: {', '.join(cut)}")
