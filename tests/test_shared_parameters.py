@@ -238,3 +238,20 @@ def cut_in_two_ways(rank: int, world: int) -> None:
 def test_a_plan_that_cuts_one_parameter_in_two_ways_is_refused(ranks):
     pattern = r"token_embedding.weight and head.weight are one parameter, .*first as .*dim=1.* second as .*dim=0"
     ranks.run_expecting(2, cut_in_two_ways, ValueError, pattern)
+
+
+def test_parameters_that_share_memory_and_are_no_one_parameter_are_refused_by_both_names():
+    dims = dtcp.ParallelDims()
+    for tie in (
+        lambda model: setattr(model.head.weight, "data", model.token_embedding.weight.data),
+        lambda model: setattr(model.layers["1"], "weight", nn.Parameter(model.layers["0"].weight.data)),
+        lambda model: setattr(model.layers["1"], "bias", nn.Parameter(model.layers["0"].weight.data[3])),
+    ):
+        model = Model(is_tied=False)
+        tie(model)
+        with pytest.raises(ValueError, match=r"(token_embedding|layers\.0)\.weight|layers\.1.* in the same memory"):
+            dtcp.parallelize(model, dims)
+    flat = torch.zeros(2 * WIDTH)
+    model = Model(is_tied=True)  # one parameter under two names
+    model.layers["0"].bias, model.layers["1"].bias = (nn.Parameter(x) for x in flat.split(WIDTH))  # side by side
+    dtcp.parallelize(model, dims)

@@ -170,7 +170,8 @@ class Reference:
         if not is_same:
             raise ValueError(
                 "the model does not give the same twice on one rank: it draws random numbers (F.dropout, randn), which "
-                "would differ on every mesh; draw none, or use dtcp.Dropout with keys"
+                "would differ on every mesh, keeps something from one call to the next (a counter, a parameter that "
+                "its forward changes: max_norm), or gives NaN; draw and keep nothing, or use dtcp.Dropout with keys"
             )
         return changed
 

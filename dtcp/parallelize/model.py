@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dtcp.parallelize.blocks import is_used_again, named_blocks
+from dtcp.parallelize.shared import refuse_shared_memory
 from dtcp.parallelize.watch import watch_planned
 
 if TYPE_CHECKING:  # what a step needs is loaded when the step is taken: `import dtcp` stays light
@@ -225,6 +226,7 @@ def _tied_modules(model: nn.Module, options: PipelineOptions) -> Sequence[str]:
 def _check(
     model: nn.Module, dims: ParallelDims, compile: bool | Mapping[str, Any], pipeline: PipelineOptions | None
 ) -> None:
+    refuse_shared_memory(model)
     if isinstance(compile, Mapping) and "fullgraph" in compile:
         raise ValueError("parallelize compiles every block with fullgraph=True; leave fullgraph out of compile=")
     if dims.pp == 1 and pipeline is not None:

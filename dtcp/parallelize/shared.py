@@ -5,11 +5,15 @@ A plan puts other parameters in their places, and stages on different ranks woul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from dtcp.dtensor import local_part
 
 _OWN = "use pp=1, or give each stage a parameter of its own"
 
@@ -172,3 +176,26 @@ class ConstantBuffers:
                     f"the forward changes the buffer {name}, which several pipeline stages have: each changes a copy "
                     "of its own, and one rank would change the one; use pp=1, or give each stage a buffer of its own"
                 )
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise ValueError if two parameters are different objects and lie in the same memory.
+
+    On one rank each optimizer step moves such memory twice. Sharded, cut or given to a stage they become two
+    parameters, without an error and with other numbers from the second step on.
+    """
+    found: list[tuple[Any, int, int, str]] = []
+    for name, parameter in model.named_parameters():
+        own = local_part(parameter)
+        if own.device.type != "meta" and own.numel() and own.layout == torch.strided:
+            span = 1 + sum((num - 1) * stride for num, stride in zip(own.shape, own.stride(), strict=True))
+            size = own.element_size()
+            start = int(own.storage_offset()) * size
+            found.append((own.untyped_storage()._cdata, start, start + int(span) * size, name))
+    for before, after in itertools.pairwise(sorted(found)):
+        if before[0] == after[0] and after[1] < before[2]:
+            raise ValueError(
+                f"{before[3]} and {after[3]} are two parameters in the same memory (their .data is shared), which are "
+                "two weights as soon as the model is cut or sharded; tie the parameter itself: a.weight = b.weight, or "
+                "give one of them a copy: .data.clone()"
+            )
