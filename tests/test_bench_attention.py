@@ -368,7 +368,8 @@ def test_ranks_compute_every_mask_right(dtype):
     records, errors = process.communicate(timeout=900)
     assert process.returncode == 0, errors
     found = {(r["mask_name"], r["layout"], r["strategy"]) for r in json.loads(records) if r["layout"]}
-    assert len(found) == 2 * (3 * len(MASKS) + 3)  # three masks have documents, and a fourth layout
+    # Four strategies; three masks have documents, and a fourth layout.
+    assert len(found) == 4 * (3 * len(MASKS) + 3)
 
 
 class Fake:
