@@ -80,6 +80,8 @@ def choose_layout(
     rows = list(_documents_of_rows(seq_len, cp, documents))
     demands = {name: _demand_of_rows(name, seq_len, cp, rows, multiple_of, is_causal, window_size) for name in names}
     chosen = min(names, key=lambda name: demands[name].cost)
+    if not logger.isEnabledFor(logging.INFO):
+        return chosen
     shown = "; ".join(
         f"{name} {int(d.pairs.max())} pairs, {int(d.received.max())} slots received, {int(d.fragments.max())} for "
         f"fragments: {d.cost}"
@@ -143,14 +145,24 @@ def _documents_of_rows(
 def _dealt(name: str, starts: Integers, stops: Integers, cp: int, first_rank: Integers) -> Iterator[_Runs]:
     """The runs of each rank (cp, documents) where every rank holds some of every document, in increasing order."""
     ranks = np.arange(cp)[:, None]
+
+    def first_of(phase: Integers, num: Integers) -> tuple[Integers, Integers]:
+        """Of ``num`` tokens dealt from rank ``phase`` on, each rank's first one and how many it has.
+
+        Without a division for each rank and document, which would take most of the time.
+        """
+        first = ranks - phase
+        first += cp * (first < 0)
+        return first, num // cp + (first < num % cp)
+
     if name == "striped":
-        first = starts + (ranks - starts) % cp
-        yield _Runs(first, np.maximum((stops - first + cp - 1) // cp, 0), cp, starts, stops)
+        first, num = first_of(starts % cp, stops - starts)
+        yield _Runs(starts + first, num, cp, starts, stops)
         return
     left_over = (stops - starts) % (2 * cp)
     chunk = (stops - starts) // (2 * cp)
-    first = (ranks - first_rank) % cp
-    yield _Runs(starts + first, np.maximum((left_over - first + cp - 1) // cp, 0), cp, starts, stops)
+    first, num = first_of(first_rank, left_over)
+    yield _Runs(starts + first, num, cp, starts, stops)
     for number in (ranks, 2 * cp - 1 - ranks):
         first = starts + left_over + number * chunk
         yield _Runs(first, np.broadcast_to(chunk, first.shape), 1, starts, stops)
@@ -203,15 +215,21 @@ def _demand(runs: list[_Runs], left: int, right: int, cp: int, share: int) -> tu
     for run in runs:
         own, is_any = _pairs(run, left, right), run.num > 0
         last = run.first + run.step * (run.num - 1)
-        low = run.start if left < 0 else np.maximum(run.start, run.first - left)
-        high = run.stop if right < 0 else np.minimum(run.stop, last + right + 1)
-        if left >= 0 and right >= 0 and left + right + 1 < run.step:
+        # Without a window to the right of itself no token of a document sees beyond it.
+        high = run.stop if right < 0 else last + 1 if right == 0 else np.minimum(run.stop, last + right + 1)
+        if left < 0:  # from the start of the document on, so the farthest run says it all
+            pairs, until = pairs + own, np.where(is_any, np.maximum(until, high), until)
+            continue
+        low = np.maximum(run.start, run.first - left)
+        if right >= 0 and left + right + 1 < run.step:
             assert run is runs[0]
             new = own  # what one of its tokens sees, no other does
         else:
             new = np.where(is_any, np.maximum(high - np.maximum(low, until), 0), 0)
         pairs, seen = pairs + own, seen + new
         until = np.where(is_any, np.maximum(until, high), until)
+    if left < 0:
+        seen = until - runs[0].start
     return pairs, seen - held, _fragments(runs, held, pairs, seen - held, left >= 0 or right >= 0, cp, share)
 
 
@@ -219,10 +237,10 @@ def _fragments(
     runs: list[_Runs], held: Integers, pairs: Integers, received: Integers, has_edges: bool, cp: int, share: int
 ) -> Integers:
     """What it costs beside its pairs to compute them in calls: one for each rank whose keys are seen, or joined."""
-    calls = 1 + np.minimum(cp - 1, -(-received // share))
+    calls = 1 + np.minimum(cp - 1, received if share == 1 else -(-received // share))
     if runs[0].step > 1 and len(runs) > 1:
         calls = calls + (runs[0].num > 0)  # left-over tokens fit no rectangle of the others
-    side = np.sqrt(pairs // calls).astype(np.int64)
+    side = np.sqrt(pairs / calls).astype(np.int64)
     # Where ranks take every cp-th token, what they see of each other ends in an edge for each of them.
     num_edges = (calls if runs[-1].step > 1 else 1) if has_edges else 0
     cost = calls * np.minimum(CALL_PAIRS, _JOINED_PAIRS * side) + _EDGE_PAIRS * num_edges * held
@@ -249,4 +267,4 @@ def _sum_of_min(run: _Runs, shift: int, bound: Integers) -> Integers:
 
 def _sum(run: _Runs, shift: int, num: Integers) -> Integers:
     """Of i + shift over the first ``num`` tokens i."""
-    return num * (run.first + shift) + run.step * (num * (num - 1) // 2)
+    return num * (run.first + shift) + run.step * (num * (num - 1) >> 1)
