@@ -246,12 +246,26 @@ def test_parameters_that_share_memory_and_are_no_one_parameter_are_refused_by_bo
         lambda model: setattr(model.head.weight, "data", model.token_embedding.weight.data),
         lambda model: setattr(model.layers["1"], "weight", nn.Parameter(model.layers["0"].weight.data)),
         lambda model: setattr(model.layers["1"], "bias", nn.Parameter(model.layers["0"].weight.data[3])),
+        lambda model: setattr(
+            model.layers["1"], "weight", nn.Parameter(torch.from_numpy(model.layers["0"].weight.data.numpy()))
+        ),
+        lambda model: model.layers["0"].register_buffer("anchor", model.layers["1"].weight.data),
     ):
         model = Model(is_tied=False)
         tie(model)
-        with pytest.raises(ValueError, match=r"(token_embedding|layers\.0)\.weight|layers\.1.* in the same memory"):
+        with pytest.raises(ValueError, match="lie in the same memory"):
             dtcp.parallelize(model, dims)
+    wide = torch.zeros(WIDTH, 2 * WIDTH)  # columns of one tensor lie between each other
+    model = Model(is_tied=True)
+    for layer, part in zip(model.layers.values(), wide.chunk(2, dim=1), strict=True):
+        layer.weight = nn.Parameter(part)
+    dtcp.parallelize(model, dims)
     flat = torch.zeros(2 * WIDTH)
     model = Model(is_tied=True)  # one parameter under two names
     model.layers["0"].bias, model.layers["1"].bias = (nn.Parameter(x) for x in flat.split(WIDTH))  # side by side
+    dtcp.parallelize(model, dims)
+    wide = torch.zeros(WIDTH, 2 * WIDTH)  # columns of one tensor lie between each other
+    model = Model(is_tied=True)
+    for layer, part in zip(model.layers.values(), wide.chunk(2, dim=1), strict=True):
+        layer.weight = nn.Parameter(part)
     dtcp.parallelize(model, dims)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dtcp.dtensor import local_part
 
@@ -179,23 +180,40 @@ class ConstantBuffers:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise ValueError if two parameters are different objects and lie in the same memory.
+    """Raise ValueError if a parameter lies in the memory of another one, or of a buffer, and is another object.
 
-    On one rank each optimizer step moves such memory twice. Sharded, cut or given to a stage they become two
-    parameters, without an error and with other numbers from the second step on.
+    On one rank each optimizer step moves such memory for both. Sharded, cut or given to a stage they become two,
+    without an error and with other numbers from the second step on.
     """
-    found: list[tuple[Any, int, int, str]] = []
-    for name, parameter in model.named_parameters():
-        own = local_part(parameter)
-        if own.device.type != "meta" and own.numel() and own.layout == torch.strided:
-            span = 1 + sum((num - 1) * stride for num, stride in zip(own.shape, own.stride(), strict=True))
-            size = own.element_size()
-            start = int(own.storage_offset()) * size
-            found.append((own.untyped_storage()._cdata, start, start + int(span) * size, name))
-    for before, after in itertools.pairwise(sorted(found)):
-        if before[0] == after[0] and after[1] < before[2]:
-            raise ValueError(
-                f"{before[3]} and {after[3]} are two parameters in the same memory (their .data is shared), which are "
-                "two weights as soon as the model is cut or sharded; tie the parameter itself: a.weight = b.weight, or "
-                "give one of them a copy: .data.clone()"
-            )
+    found: list[tuple[str, int, int, bool, str, Tensor]] = []
+    named = [(name, x, True) for name, x in model.named_parameters()]
+    for name, x, is_parameter in [*named, *((name, x, False) for name, x in model.named_buffers())]:
+        own = local_part(x).detach()
+        if own.device.type == "meta" or isinstance(own, FakeTensor) or own.layout != torch.strided or not own.numel():
+            continue
+        last = sum((num - 1) * stride for num, stride in zip(own.shape, own.stride(), strict=True))
+        start = own.data_ptr()
+        found.append((str(own.device), start, start + (last + 1) * own.element_size(), is_parameter, name, own))
+    found.sort(key=lambda entry: entry[:3])
+    for index, (device, _, stop, is_parameter, name, own) in enumerate(found):
+        for other in itertools.islice(found, index + 1, None):
+            if (other[0], other[1]) >= (device, stop):
+                break
+            if (is_parameter or other[3]) and _overlap(own, other[5]):
+                raise ValueError(
+                    f"{name} and {other[4]} lie in the same memory (the .data of one is that of the other) and are two "
+                    "as soon as the model is cut or sharded; tie the parameter itself: a.weight = b.weight, or give "
+                    "one of them a copy: .data.clone()"
+                )
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors, the second of which begins within the first, have an element in common."""
+    size = first.element_size()
+    offset = second.data_ptr() - first.data_ptr()
+    if first.dtype != second.dtype or offset % size:
+        return True
+    spans = [1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in (first, second)]
+    used = torch.zeros(max(spans[0], offset // size + spans[1]), dtype=torch.bool)
+    used.as_strided(first.shape, first.stride()).fill_(True)
+    return bool(used.as_strided(second.shape, second.stride(), offset // size).any())
