@@ -36,11 +36,12 @@ def row_groups(layout: Held, kv_layout: Held, mask: Mask) -> tuple[tuple[int, in
     return mask.row_groups(placed_by)
 
 
-def _documents_of(layout: Held, kv_layout: Held, mask: Mask, *_: object) -> Documents | None:
+def documents_of(layout: Held, kv_layout: Held, mask: Mask, *_: object) -> Documents | None:
+    """Those with which what follows from these is to be forgotten, for ``remembered``."""
     return mask.documents or layout.placed_by or kv_layout.placed_by
 
 
-@remembered(of=_documents_of, maxsize=256)
+@remembered(of=documents_of, maxsize=256)
 def visible_of(
     layout: Held, kv_layout: Held, mask: Mask, q_rank: int, kv_rank: int, row: int
 ) -> tuple[Integers, Integers]:
@@ -50,7 +51,7 @@ def visible_of(
     return np.searchsorted(keys, first[queries]), np.searchsorted(keys, stop[queries])
 
 
-@remembered(of=_documents_of)
+@remembered(of=documents_of)
 def tiles_of(
     layout: Held,
     kv_layout: Held,
@@ -71,7 +72,7 @@ def tiles_of(
     return tuple(tiles)
 
 
-@remembered(of=_documents_of)
+@remembered(of=documents_of)
 def needed_of(
     layout: Held, kv_layout: Held, mask: Mask, q_rank: int, kv_rank: int
 ) -> NeededKeys:
@@ -83,7 +84,7 @@ def needed_of(
     return NeededKeys(tuple(groups))
 
 
-@remembered(of=_documents_of)
+@remembered(of=documents_of)
 def key_range_of(
     layout: Held, kv_layout: Held, mask: Mask, q_rank: int, kv_rank: int
 ) -> tuple[int, int]:

@@ -255,11 +255,6 @@ def test_parameters_that_share_memory_and_are_no_one_parameter_are_refused_by_bo
         tie(model)
         with pytest.raises(ValueError, match="lie in the same memory"):
             dtcp.parallelize(model, dims)
-    wide = torch.zeros(WIDTH, 2 * WIDTH)  # columns of one tensor lie between each other
-    model = Model(is_tied=True)
-    for layer, part in zip(model.layers.values(), wide.chunk(2, dim=1), strict=True):
-        layer.weight = nn.Parameter(part)
-    dtcp.parallelize(model, dims)
     flat = torch.zeros(2 * WIDTH)
     model = Model(is_tied=True)  # one parameter under two names
     model.layers["0"].bias, model.layers["1"].bias = (nn.Parameter(x) for x in flat.split(WIDTH))  # side by side

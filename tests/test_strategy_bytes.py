@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dtcp
 from dtcp import collectives
+from dtcp.mask import checked_mask
 from oracle import options_of
+from packing import dense
 from recorder import Sent, count_exchanges
 
 BATCH, HEAD_DIM, VALUE_DIM = 2, 16, 8
@@ -83,22 +85,11 @@ def check_sent(rank: int, world: int, every: list[Asked]) -> list[tuple[int, int
 
 def allowed(asked: Asked, row: int) -> Tensor:
     """bool (S, S): the mask, written out."""
-    i, j = torch.arange(asked.seq_len)[:, None], torch.arange(asked.seq_len)[None]
-    seen = torch.ones(asked.seq_len, asked.seq_len, dtype=torch.bool)
-    left, right = asked.window
-    if asked.is_causal:
-        seen &= j <= i
-    if left >= 0:
-        seen &= j >= i - left
-    if right >= 0:
-        seen &= j <= i + right
-    if asked.lengths:
-        lengths = asked.lengths[row % len(asked.lengths)]
-        ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        seen &= ids[:, None] == ids[None]
-    if asked.key_lengths:
-        seen &= j < asked.key_lengths[row]
-    return seen
+    mask = checked_mask(
+        is_causal=asked.is_causal, window_size=asked.window, documents=asked.documents(),
+        key_lengths=asked.key_lengths or None,
+    )  # fmt: skip
+    return torch.from_numpy(dense(mask, asked.seq_len, row))
 
 
 def needed_keys(asked: Asked, cp: int) -> list[list[int]]:

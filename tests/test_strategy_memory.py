@@ -17,7 +17,6 @@ from dtcp.attention.call import Call
 from dtcp.attention.kernels import choose_kernel
 from dtcp.attention.loopback import Loopback
 from dtcp.attention.strategies import CORES
-from dtcp.attention.ulysses import Kept, Ulysses
 from dtcp.mask import Mask
 from live_bytes import peak_live_bytes
 
@@ -67,20 +66,11 @@ def peaks_of_rank(group: Any, name: str, kv_grad_dtype: torch.dtype | None) -> t
     )  # fmt: skip
 
     def run() -> tuple[Any, Any]:
-        if name != "ulysses":
-            core = CORES[name]
-            with peak_live_bytes() as forward:
-                out, lse = core.forward(call, query, key, value)
-            with peak_live_bytes() as backward:
-                core.backward(call, out, query, key, value, out, lse)
-            return forward, backward
-        kept = Kept(*(torch.zeros(1, NUM_HEADS // world, LOCAL * world, HEAD_DIM) for _ in range(4)),
-                    torch.zeros(1, NUM_HEADS // world, LOCAL * world))  # fmt: skip
+        core = CORES[name]
         with peak_live_bytes() as forward:
-            whole = Ulysses(call, CORES["ring"], world, NUM_HEADS, NUM_KV_HEADS)
-            out, _ = whole.forward(query, key, value, kept, None, needs_lse=False)
+            out, lse = core.forward(call, query, key, value)
         with peak_live_bytes() as backward:
-            Ulysses(call, CORES["ring"], world, NUM_HEADS, NUM_KV_HEADS).backward(out, kept, None)
+            core.backward(call, out, query, key, value, out, lse)
         return forward, backward
 
     run()  # layouts, schedules and the stand-in's results are there by now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -85,7 +84,6 @@ def rates_of(device_type: str) -> Rates:
     return next((rates for known, rates in DEVICE_RATES.items() if known in name), DEVICE_RATES["H100"])
 
 
-@functools.lru_cache(maxsize=64)
 def _kind_of(layout: SequenceLayout) -> tuple[object, ...]:
     return layout.name, layout.seq_len, layout.cp, layout.multiple_of, layout.num_rows
 

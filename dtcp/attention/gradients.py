@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from dtcp.attention.call import Call, backward_tile
-from dtcp.attention.held import HeldKeys, whole_shard
+from dtcp.attention.held import HeldKeys, unpack, whole_shard
 from dtcp.attention.kernels import lse_dtype
 from dtcp.attention.merge import Sum
 from dtcp.needed import NeededKeys
@@ -63,10 +63,10 @@ class Gradients:
             num_rows = batch_size if rows is None else rows[1] - rows[0]
             for first, last in runs:
                 stop = start + (last - first) * num_rows
-                part = entries[start:stop].view(last - first, num_rows, *entries.shape[1:]).permute(1, 2, 0, 3)
+                part = entries[start:stop].view(last - first, num_rows, *entries.shape[1:])
                 of_batch = slice(None) if rows is None else slice(*rows)
-                self.key.add(slice(first, last), part[..., :head_dim], rows=of_batch)
-                self.value.add(slice(first, last), part[..., head_dim:], rows=of_batch)
+                for total, returned in zip((self.key, self.value), unpack(part, head_dim), strict=True):
+                    total.add(slice(first, last), returned, rows=of_batch)
                 start = stop
 
     def _backward(self, held: HeldKeys, tiles: tuple[Tile, ...], heads: slice) -> Iterator[tuple[Tile, Tensor, Tensor]]:

@@ -33,9 +33,8 @@ class HeldKeys:
         """The tile's (key, value), views."""
         own = self.parts.get(tile.rows)
         if own is None:
-            rows = slice(None) if tile.rows is None else slice(*tile.rows)
             key, value, first = self.parts[None]
-            key, value = key[rows], value[rows]
+            key, value = key[tile.batch_rows], value[tile.batch_rows]
         else:
             key, value, first = own
         keys = slice(tile.kv_start - first, tile.kv_stop - first)

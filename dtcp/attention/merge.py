@@ -57,12 +57,17 @@ class Partial:
         return out.transpose(1, 2), lse
 
 
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Add to what was seen, in place, a column with the logit ``sinks`` (H,) and no value, for every query."""
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, num_valid: int) -> None:
+    """Add to what was seen, in place, a column with the logit ``sinks`` (H,) and no value.
+
+    Args:
+        num_valid: Queries that are tokens, the first ones; pads see nothing, not even the sink.
+    """
     logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
     # The share of all other columns: 0 where none was seen.
     out.mul_(torch.sigmoid(lse - logits).unsqueeze(-1))
     torch.logaddexp(lse, logits, out=lse)
+    lse[:, :, num_valid:] = float("-inf")
 
 
 def grad_sinks(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

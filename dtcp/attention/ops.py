@@ -174,8 +174,7 @@ def forward_op(
         return out.transpose(1, 2).contiguous(), lse.contiguous(), numbers, *kept
     out, lse = core.forward(call, query_, key_, value_)
     if sinks is not None:
-        add_sinks(out, lse, sinks)
-        lse[:, :, call.layout.num_valid(call.rank) :] = float("-inf")
+        add_sinks(out, lse, sinks, call.layout.num_valid(call.rank))
     kept = Kept._make([*(query.new_empty(0) for _ in range(4)), lse.new_empty(0)])
     return out.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous(), numbers, *kept
 
@@ -255,7 +254,6 @@ def backward_op(
     if ulysses_degree > 1:
         whole = Ulysses(call, core, ulysses_degree, num_heads, num_kv_heads)
         grads, given = whole.backward(grad_out, Kept(query_, key_, value_, out, lse), sinks)
-        whole.finish_bias()
     else:
         query_, key_, value_ = *without_padding(call, 0, query_), *without_padding(call, 1, key_, value_)
         grads = core.backward(call, grad_out, query_, key_, value_, out, lse)

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dtcp.documents import Documents
 from dtcp.layout import SequenceLayout, slot_positions
 from dtcp.mask import Mask
 from dtcp.needed import NeededKeys, Rows, range_of_keys
 from dtcp.remembered import remembered
-from dtcp.seen import row_groups
+from dtcp.seen import documents_of, row_groups
 from dtcp.tiles import Tile
 
 
@@ -66,11 +65,7 @@ class RingSchedule:
     hops: tuple[Hop, ...]
 
 
-def _documents_of(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *_: object) -> Documents | None:
-    return mask.documents or layout.placed_by or kv_layout.placed_by
-
-
-@remembered(of=_documents_of)
+@remembered(of=documents_of)
 def exchange_steps(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
 ) -> tuple[Step, ...]:
@@ -93,7 +88,7 @@ def exchange_steps(
     return tuple(steps)
 
 
-@remembered(of=_documents_of)
+@remembered(of=documents_of)
 def _distances(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> tuple[int, ...]:
     """The distances at which some rank needs keys; 0 always. Costs O(cp·S): what every pair needs would cost cp²."""
     cp, num_keys, found = layout.cp, kv_layout.seq_len, {0}
@@ -104,7 +99,7 @@ def _distances(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) ->
         for owner in range(cp):
             owners[slot_positions(kv_layout, owner, row)] = owner
         for rank in range(cp):
-            queries = slot_positions(layout, rank, row)[: layout.num_valid(rank)]
+            queries = layout.token_positions(rank, row)
             starts, stops = (np.bincount(of[queries], minlength=num_keys + 1) for of in (first, stop))
             is_seen = (starts - stops).cumsum()[:num_keys] > 0
             holders = np.bincount(owners[:num_keys][is_seen], minlength=cp).nonzero()[0]
@@ -114,7 +109,7 @@ def _distances(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) ->
     return tuple(sorted(found))
 
 
-@remembered(of=_documents_of)
+@remembered(of=documents_of)
 def ring_schedule(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int
 ) -> RingSchedule:

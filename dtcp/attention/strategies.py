@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -21,8 +21,9 @@ from dtcp.attention.held import HeldKeys, entries_of, held_entries, held_range, 
 from dtcp.attention.kernels import lse_dtype
 from dtcp.attention.merge import Partial
 from dtcp.attention.schedule import RingSchedule, Step, exchange_steps, ring_schedule
+from dtcp.attention.two_level_schedule import NodeStep
 from dtcp.collectives import start_all_gather_rows, start_reduce_scatter_rows
-from dtcp.needed import NeededKeys
+from dtcp.needed import NeededKeys, range_of_keys
 from dtcp.tiles import Tile
 
 
@@ -49,10 +50,7 @@ class _StepByStep:
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         call = _fitted(call)
-        partial = new_partial(query, value)
-        for step, held in self._walk(call, key, value):
-            attend(call, partial, query, held, step.tiles)
-        return partial.result()
+        return attend_steps(call, query, value, self._walk(call, key, value))
 
     def backward(
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
@@ -237,7 +235,7 @@ class AllGather:
         returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
         grads.add_own(call.tiles(call.rank), late)
         scattering.wait()
-        grads.add_returned(returned.flatten(0, 1), NeededKeys(((None, ((0, returned.size(0)),)),)))
+        grads.add_returned(returned.flatten(0, 1), range_of_keys((0, returned.size(0))))
         return grads.totals
 
     def _grads_of_others(self, call: Call, grads: Gradients, kv: Tensor, head_dim: int) -> Tensor:
@@ -278,6 +276,16 @@ def attend(call: Call, partial: Partial, query: Tensor, held: HeldKeys, tiles: t
     for tile in tiles:
         out, lse = forward_tile(call, held, tile, query)
         partial.merge(slice(tile.q_start, tile.q_stop), out, lse, tile.batch_rows)
+
+
+def attend_steps(
+    call: Call, query: Tensor, value: Tensor, walk: Iterable[tuple[Step | NodeStep, HeldKeys]]
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) over the keys of every step."""
+    partial = new_partial(query, value)
+    for step, held in walk:
+        attend(call, partial, query, held, step.tiles)
+    return partial.result()
 
 
 def new_partial(query: Tensor, value: Tensor) -> Partial:

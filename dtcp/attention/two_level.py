@@ -15,7 +15,7 @@ from dtcp.attention.call import Call
 from dtcp.attention.comm import Exchange, Message, start_exchange
 from dtcp.attention.gradients import Gradients, thirds_of_heads
 from dtcp.attention.held import HeldKeys, held_range, pack, unpack, whole_shard
-from dtcp.attention.strategies import CORES, Strategy, attend, new_partial
+from dtcp.attention.strategies import CORES, Strategy, attend, attend_steps, new_partial
 from dtcp.attention.two_level_schedule import NodeStep, TwoLevelSchedule, two_level_schedule
 from dtcp.needed import Rows, range_of_keys
 
@@ -40,10 +40,7 @@ class TwoLevelRing:
         self._length = ranks_per_node
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        partial = new_partial(query, value)
-        for step, held in self._walk(call, key, value):
-            attend(call, partial, query, held, step.tiles)
-        return partial.result()
+        return attend_steps(call, query, value, self._walk(call, key, value))
 
     def backward(
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor

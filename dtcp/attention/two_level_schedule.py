@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtcp.attention.schedule import Hop
-from dtcp.documents import Documents
 from dtcp.layout import SequenceLayout
 from dtcp.mask import Mask
 from dtcp.needed import Rows
 from dtcp.remembered import remembered
+from dtcp.seen import documents_of
 from dtcp.tiles import Tile
 
 NO_ROWS: Rows = (0, 0)
@@ -86,11 +86,7 @@ class TwoLevelSchedule:
     returns: tuple[NodeReturn, ...]
 
 
-def _documents_of(layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *_: object) -> Documents | None:
-    return mask.documents or layout.placed_by or kv_layout.placed_by
-
-
-@remembered(of=_documents_of)
+@remembered(of=documents_of)
 def two_level_schedule(
     layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, may_mask: bool, rank: int, ranks_per_node: int
 ) -> TwoLevelSchedule:

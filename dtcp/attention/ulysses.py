@@ -89,8 +89,8 @@ class Ulysses:
             of_queries, *of_keys = (moved.target for moved in arriving[index].moved)
             part_out, part_lse = self._core.forward(self._of(part), of_queries, *self._repeated(part, *of_keys))
             if sinks is not None:
-                add_sinks(part_out, part_lse, sinks[part.queries.start : part.queries.stop])
-                part_lse[:, :, self._merged.layout.num_valid(self._merged.rank) :] = float("-inf")
+                num_valid = self._merged.layout.num_valid(self._merged.rank)
+                add_sinks(part_out, part_lse, sinks[part.queries.start : part.queries.stop], num_valid)
             own_out = kept.out[:, heads]
             own_out.copy_(part_out)
             kept.lse[:, heads] = part_lse
@@ -138,6 +138,7 @@ class Ulysses:
             leaving.append(self._start_gradients(index, (grad_query, grad_key, grad_value), grads))
         for pending in leaving:
             self._exchange.finish_to_tokens(pending)
+        self._return_bias()
         return grads, of_sinks
 
     def _start_inputs(self, index: int, query: Tensor, key: Tensor, value: Tensor, kept: Kept) -> Pending:
@@ -262,7 +263,7 @@ class Ulysses:
         )
         return dataclasses.replace(call, modifiers=modifiers, dropout=dropout)
 
-    def finish_bias(self) -> None:
+    def _return_bias(self) -> None:
         """Bring the gradient of the bias back to the ranks of its queries."""
         own, whole = self._call.modifiers.grad_bias, self._merged.modifiers.grad_bias
         if own is None or whole is None:
