@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import dtcp
 from dtcp.attention.kernels import KERNEL_NAMES, choose_kernel
+from dtcp.attention.kernels.cpu import _triangle_calls
 from dtcp.attention.kernels.cuda import CudnnKernel, EfficientKernel, FlashKernel
 from dtcp.attention.kernels.heads import pad_head_dim, repeat_heads, sum_heads
 from dtcp.attention.merge import Partial
@@ -26,6 +28,30 @@ INF = float("inf")
     ("num_queries", "num_keys", "is_causal"), [(9, 9, True), (1, 1, True), (5, 17, False), (33, 1, False)]
 )
 def test_tile_and_its_backward_match_the_oracle(name, heads, num_queries, num_keys, is_causal):
+    check_tile(name, heads, num_queries, num_keys, is_causal)
+
+
+@pytest.mark.parametrize("num", [383, 384, 500, 640, 1023, 1024, 1025, 1300, 2200])
+def test_a_causal_tile_of_the_cpu_kernel_that_is_computed_in_blocks_matches_the_oracle(num, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # several compute the longest ones in one call
+    check_tile("flash", (2, 1, 8, 12), num, num, is_causal=True)
+
+
+def test_a_causal_tile_computed_in_blocks_has_its_pairs_and_few_more():
+    for num in range(384, 3000, 37):
+        is_in = np.zeros(num, np.int64)  # keys that each query is given
+        computed = 0
+        for call in _triangle_calls(num, torch.float32):
+            block = call.block
+            is_in[block.queries] += block.kv_stop - block.kv_start
+            computed += block.num_pairs
+            allowed = np.arange(block.kv_start, block.kv_stop) <= np.arange(block.q_start, block.q_stop)[:, None]
+            given = np.ones_like(allowed) if call.mask is None else call.mask.numpy() == 0
+            assert (allowed == given).all()
+        assert (is_in > np.arange(num)).all() and computed <= num * (num + 1) // 2 + 64 * (num + 128)
+
+
+def check_tile(name: str, heads: tuple[int, int, int, int], num_queries: int, num_keys: int, is_causal: bool) -> None:
     num_heads, num_kv_heads, head_dim, value_dim = heads
     torch.manual_seed(0)
     # As strategies hand them over: query a slice of rows, keys a slice of the packed message.

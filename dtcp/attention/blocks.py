@@ -27,6 +27,10 @@ class Block:
         return slice(self.q_start, self.q_stop)
 
     @property
+    def num_pairs(self) -> int:
+        return (self.q_stop - self.q_start) * (self.kv_stop - self.kv_start)
+
+    @property
     def keys(self) -> slice:
         return slice(self.kv_start, self.kv_stop)
 

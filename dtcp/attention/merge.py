@@ -43,11 +43,7 @@ class Partial:
             own_out.copy_(out)
             own_lse.copy_(lse)
             return
-        # w = e^lse / (e^own_lse + e^lse), which neither over- nor underflows. (−inf) − (−inf) is NaN: a set
-        # without keys has weight 0, and (−inf, −inf) stays (0, −inf).
-        weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == float("-inf"), 0)
-        own_out.lerp_(out.to(own_out.dtype), weight.unsqueeze(-1))
-        torch.logaddexp(own_lse, lse, out=own_lse)
+        merge_into(own_out, own_lse, out, lse)
 
     def _nothing_seen(self) -> tuple[Tensor, Tensor]:
         batch, heads, seq_len, value_dim = self._shape
@@ -55,6 +51,15 @@ class Partial:
         out = torch.zeros(batch, seq_len, heads, value_dim, dtype=self._dtype, device=self._device)
         lse = torch.full((batch, heads, seq_len), float("-inf"), dtype=self._dtype, device=self._device)
         return out.transpose(1, 2), lse
+
+
+def merge_into(own_out: Tensor, own_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge (out, lse) of other keys into (own_out, own_lse) of the same queries, in place."""
+    # w = e^lse / (e^own_lse + e^lse), which neither over- nor underflows. (−inf) − (−inf) is NaN: a set
+    # without keys has weight 0, and (−inf, −inf) stays (0, −inf).
+    weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == float("-inf"), 0)
+    own_out.lerp_(out.to(own_out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(own_lse, lse, out=own_lse)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, num_valid: int) -> None:

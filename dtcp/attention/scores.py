@@ -5,6 +5,7 @@ Shapes: B rows, Hq query heads of this rank; a block is some queries × some key
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
@@ -169,8 +170,16 @@ class TileScores:
         is_any = upper > lower
         return (int(lower[is_any].min()), int(upper[is_any].max())) if is_any.any() else (0, 0)
 
+    def may_see_nothing(self, block: Block) -> bool:
+        """Whether some query of ``block`` may see no key of it."""
+        is_none = self.upper[block.queries] <= self.lower[block.queries]
+        return self.modifiers.mask_mod is not None or self.modifiers.attn_bias is not None or bool(is_none.any())
+
     def additive(self, block: Block, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """What is added to the scores of ``block``, (B or 1, Hq or 1, n, k): −inf is a mask. None where all is 0."""
+        if self.modifiers.are_none and device.type == "cpu" and block.num_pairs <= _MAX_KEPT_PAIRS:
+            bounds = (np.stack([x[block.queries] for x in (self.lower, self.upper)]) - block.kv_start).clip(0)
+            return _kept_mask(bounds.tobytes(), block.kv_stop - block.kv_start, dtype)
         allowed = _both(self._in_interval(block, device), self._by_mask_mod(block, device))
         bias = _sum(self._bias(block), self._alibi(block))
         if allowed is None:
@@ -204,12 +213,8 @@ class TileScores:
         return slice(self.q_start + block.q_start, self.q_start + block.q_stop)
 
     def _in_interval(self, block: Block, device: torch.device) -> Tensor | None:
-        lower, upper = self.lower[block.queries], self.upper[block.queries]
-        if (lower <= block.kv_start).all() and (upper >= block.kv_stop).all():
-            return None
-        bounds = torch.from_numpy(np.stack([lower, upper])).to(device).unsqueeze(-1)
-        keys = torch.arange(block.kv_start, block.kv_stop, device=device)
-        return ((keys >= bounds[0]) & (keys < bounds[1]))[None, None]
+        bounds = np.stack([self.lower[block.queries], self.upper[block.queries]]) - block.kv_start
+        return _within(bounds, block.kv_stop - block.kv_start, device)
 
     def _by_mask_mod(self, block: Block, device: torch.device) -> Tensor | None:
         if self.modifiers.mask_mod is None:
@@ -241,6 +246,32 @@ class TileScores:
     def _distance(self, block: Block) -> Tensor:
         """−|i − j| of the global positions."""
         return -(self.q_positions[block.queries, None] - self.kv_positions[None, block.keys]).abs()
+
+
+def _within(bounds: Integers, num_keys: int, device: torch.device) -> Tensor | None:
+    """Which keys lie in each query's interval, bool (1, 1, n, num_keys); None for all.
+
+    Args:
+        bounds: (2, n), first key and last + 1.
+    """
+    if (bounds[0] <= 0).all() and (bounds[1] >= num_keys).all():
+        return None
+    lower, upper = torch.from_numpy(bounds).to(device).unsqueeze(-1)
+    keys = torch.arange(num_keys, device=device)
+    return ((keys >= lower) & (keys < upper))[None, None]
+
+
+# A window is one mask over and over, and so is a backward after its forward; not more than 16 MiB of them in float32.
+_MAX_KEPT_PAIRS = 1 << 18
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_mask(bounds: bytes, num_keys: int, dtype: torch.dtype) -> Tensor | None:
+    """0 within ``_within``, −inf elsewhere, on CPU."""
+    device = torch.device("cpu")
+    with torch.inference_mode(False):
+        allowed = _within(np.frombuffer(bounds, np.int64).reshape(2, -1).copy(), num_keys, device)
+        return None if allowed is None else torch.where(allowed, torch.zeros((), dtype=dtype, device=device), -math.inf)
 
 
 def evaluate_mask_mod(mask_mod: MaskMod, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
