@@ -18,8 +18,8 @@ from dtcp.documents import Integers
 # computes some 2,000 pairs of 8 heads of 64.
 CALL_PAIRS = 4096
 MASKED_FACTOR = 1.25  # a pair under a mask beside one without
-# A window narrower than this is cut into rectangles with a mask, of so many queries (half of them if it is narrower than
-# twice that): triangles as small are computed whole, so 256 keys take 0.87 of their time on CPU (4 heads of 64).
+# A window narrower than this is cut into rectangles with a mask, of so many queries, or half as many if it is narrower
+# than twice that. Triangles as small are computed whole: 256 keys take 0.87 of their time on CPU (4 heads of 64).
 _MASKED_WIDTH = 384
 _BAND_QUERIES = 128
 _UNEVEN = -1  # a step between two queries that is none of 0: bounds stay, 1: upper moves, 2: lower, 3: both
