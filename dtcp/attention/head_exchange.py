@@ -7,6 +7,7 @@ each set of ranks would cost buffers.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -155,26 +156,43 @@ def _of_heads(x: Tensor, heads: range) -> Tensor:
     return x.narrow(1, heads.start, len(heads))
 
 
+class _Piece(NamedTuple):
+    """A tensor in a message: contiguous, from the ``start``-th element (or byte) to the ``stop``-th."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    stop: int
+
+
 def _buffer(moved: list[Moved], rank: int) -> tuple[Tensor, list[Tensor]]:
     """One message with the heads of ``rank`` of all tensors, one after the other; and each of them in it."""
     like = moved[0].source
-    shapes, sizes = [], []
-    for x in moved:
-        batch, _, _, width = x.source.shape
-        heads, slots = len(x.heads[rank]), x.places.num_slots
-        shapes.append((batch, heads, slots, width))
-        sizes.append(batch * heads * slots * width)
-    dtypes = [x.sent_in or x.source.dtype for x in moved]
-    if len({*dtypes}) == 1:
-        buffer = like.new_empty(sum(sizes), dtype=dtypes[0])
-        pieces = buffer.split_with_sizes(sizes)
-        return buffer, [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-    # As bytes, the widest dtype first: each piece begins at a multiple of its elements' size.
-    order = sorted(range(len(moved)), key=lambda i: -dtypes[i].itemsize)
-    num_bytes = [sizes[i] * dtypes[i].itemsize for i in order]
-    buffer = like.new_empty(sum(num_bytes), dtype=torch.uint8)
-    by_index = dict(zip(order, buffer.split_with_sizes(num_bytes), strict=True))
-    return buffer, [by_index[i].view(dtype).view(shapes[i]) for i, dtype in enumerate(dtypes)]
+    dtypes = tuple([x.sent_in or x.source.dtype for x in moved])
+    shapes = tuple([(x.source.size(0), len(x.heads[rank]), x.places.num_slots, x.source.size(3)) for x in moved])
+    is_one, length, pieces = _pieces(dtypes, shapes)
+    if is_one:
+        buffer = like.new_empty(length, dtype=dtypes[0])
+        return buffer, [buffer.as_strided(piece.shape, piece.strides, piece.start) for piece in pieces]
+    buffer = like.new_empty(length, dtype=torch.uint8)
+    views = [buffer[piece.start : piece.stop].view(dtype) for dtype, piece in zip(dtypes, pieces, strict=True)]
+    return buffer, [view.view(piece.shape) for view, piece in zip(views, pieces, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def _pieces(
+    dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]
+) -> tuple[bool, int, tuple[_Piece, ...]]:
+    """(whether all have one dtype, length, where each lies): in elements of that dtype, or in bytes."""
+    is_one, start, pieces = len({*dtypes}) == 1, 0, {}
+    # The widest dtype first: each piece begins at a multiple of its elements' size.
+    for index in sorted(range(len(dtypes)), key=lambda i: -dtypes[i].itemsize):
+        batch, heads, slots, width = shapes[index]
+        strides = (heads * slots * width, slots * width, width, 1)
+        stop = start + batch * strides[0] * (1 if is_one else dtypes[index].itemsize)
+        pieces[index] = _Piece(shapes[index], strides, start, stop)
+        start = stop
+    return is_one, start, tuple(pieces[index] for index in range(len(dtypes)))
 
 
 def _runs(slots: Integers) -> tuple[Run, ...] | Integers:

@@ -49,13 +49,13 @@ class _StepByStep:
     """
 
     def forward(self, call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        call = _fitted(call)
+        call = _fitted(call, query)
         return attend_steps(call, query, value, self._walk(call, key, value))
 
     def backward(
         self, call: Call, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call = _fitted(call)
+        call = _fitted(call, query)
         grads = Gradients(call, grad_out, query, key, value, out, lse)
         steps = self._steps(call)
         early, late = halves_of_heads(key, is_one=len(steps) == 1)
@@ -265,9 +265,9 @@ def _gathered(call: Call, key: Tensor, value: Tensor) -> Iterator[Tensor]:
 CORES: dict[str, Strategy] = {"ring": Ring(), "exchange": ExactExchange(), "all_gather": AllGather()}
 
 
-def _fitted(call: Call) -> Call:
-    """The call with a kernel that need not be more exact than its one result."""
-    is_one_tile = call.layout.cp == 1 and len(call.tiles(0)) == 1
+def _fitted(call: Call, query: Tensor) -> Call:
+    """The call with a kernel that need not be more exact than its one result: what is exact already stays."""
+    is_one_tile = lse_dtype(query.dtype) != query.dtype and call.layout.cp == 1 and len(call.tiles(0)) == 1
     return dataclasses.replace(call, kernel=call.kernel.for_one_tile) if is_one_tile else call
 
 
