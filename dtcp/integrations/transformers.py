@@ -1,0 +1,489 @@
+"""Hugging Face transformers' models over a cut sequence: ``attn_implementation="dtcp"``, by transformers' interfaces.
+
+    import dtcp.integrations.transformers as dtcp_hf
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="dtcp")
+    for batch in loader:                                 # whole rows, the same on every rank of the cp axis
+        batch = dtcp_hf.prepare(model, batch, dims)      # this rank's part
+        loss = batch.loss(model(**batch).logits)         # its share: the sum over dims.view("loss") is the mean
+        loss.backward()
+        dtcp.reduce_gradients(model, dims)
+
+Importing this module registers ``"dtcp"``. Models are not changed: what a layer masks is read from what the model tells
+transformers about it, and where documents lie from the whole batch, before it is cut.
+
+Shapes, in transformers' order: query (B, Hq, S_local, D), key (B, Hkv, S_local, D), value (B, Hkv, S_local, Dv).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import dtcp
+from dtcp.documents import PADDING, Documents
+from dtcp.integrations.transformers_checks import (
+    check_config,
+    check_modules,
+    check_rotary,
+    has_shifted_labels,
+    refuse_kwargs,
+    shifts_labels,
+    warn_of_untested,
+)
+from dtcp.integrations.transformers_masks import Pattern, pattern_of
+from dtcp.layout import SequenceLayout, make_layout
+
+if TYPE_CHECKING:
+    from dtcp.mesh import ParallelDims
+
+IMPLEMENTATION = "dtcp"
+IGNORED = -100
+
+
+@dataclasses.dataclass(eq=False)
+class _Sequence:
+    """What `prepare` has told a model of the batch that comes next.
+
+    Attributes:
+        documents: None where every row is one document without padding.
+        how: Options of ``dtcp.context_parallel_attention``.
+        num_calls: Attention calls so far.
+    """
+
+    dims: ParallelDims
+    layout: SequenceLayout
+    documents: Documents | None
+    batch_size: int
+    how: dict[str, Any]
+    num_calls: int = 0
+    _chunked: dict[int, Documents] = dataclasses.field(default_factory=dict)
+
+    def documents_for(self, pattern: Pattern) -> Documents | None:
+        """Where attention ends: at documents, and at their chunks."""
+        if not pattern.chunk_size:
+            return self.documents
+        if pattern.chunk_size not in self._chunked:
+            whole = self.documents or Documents.from_lengths([self.layout.seq_len])
+            ids, places = (torch.atleast_2d(x) for x in (whole.ids, whole.positions()))
+            ids = torch.where(ids < 0, PADDING, ids * self.layout.seq_len + places // pattern.chunk_size)
+            self._chunked[pattern.chunk_size] = Documents.from_ids(ids)
+        return self._chunked[pattern.chunk_size]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LayerMask:
+    """What a layer gets for its attention mask: nothing dense. Kept by a checkpoint, which recomputes with its own."""
+
+    sequence: _Sequence
+    pattern: Pattern
+
+
+# ---- what transformers calls -----------------------------------------------------------------------------------------
+
+
+def mask_of_layer(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> _LayerMask:
+    """Return what the layers of one kind mask, in transformers' ``AttentionMaskInterface``.
+
+    Raises:
+        RuntimeError: If the batch did not come from `prepare`.
+        NotImplementedError: If the mask is of a kind that is not known, or there is a cache.
+    """
+    sequence = _announced.get(id(config))
+    if sequence is None:
+        raise RuntimeError(_NOT_PREPARED)
+    if kv_length != q_length or int(q_offset) or int(kv_offset):
+        raise NotImplementedError(
+            f"dtcp's attention has no cache of keys and no cross attention, got {q_length} queries from "
+            f"{int(q_offset)} and {kv_length} keys from {int(kv_offset)}; use_cache=False, and another "
+            "attn_implementation to generate"
+        )
+    _check_shape(sequence, batch_size, q_length)
+    if attention_mask is not None:
+        raise NotImplementedError(
+            "the model makes an attention_mask of its own beside that of the batch, which dtcp cannot cut; give "
+            "attention_mask to dtcp.integrations.transformers.prepare only"
+        )
+    assert mask_function is not None
+    return _LayerMask(sequence, pattern_of(mask_function))
+
+
+def attention_of_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return exact attention over the whole sequence, (B, S_local, Hq, Dv), in transformers' ``AttentionInterface``.
+
+    Args:
+        softcap: As in Gemma 2; the ``math`` kernel computes it.
+        s_aux: Attention sinks, (Hq,), as in GPT-OSS.
+
+    Raises:
+        NotImplementedError: If the layer asks for something else.
+    """
+    name = type(module).__name__
+    if not isinstance(attention_mask, _LayerMask):
+        got = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
+        raise NotImplementedError(
+            f"{name} gives its attention a mask that does not come from transformers.masking_utils (got {got}), so "
+            "dtcp cannot know what it is of the whole sequence; models that call create_causal_mask are served"
+        )
+    if dropout:
+        raise NotImplementedError(
+            f"{name} drops attention weights with probability {dropout}, by a mask that would depend on the mesh; set "
+            "attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0.0 in the config"
+        )
+    refuse_kwargs(name, kwargs)
+    sequence, pattern = attention_mask.sequence, attention_mask.pattern
+    _check_shape(sequence, query.size(0), query.size(2), key.size(2))
+    sequence.num_calls += 1
+    out = dtcp.context_parallel_attention(
+        query, key, value, mesh=sequence.dims.view("cp"), layout=sequence.layout, is_causal=pattern.is_causal,
+        window_size=pattern.window_size, documents=sequence.documents_for(pattern), sinks=s_aux, softcap=softcap,
+        scale=scaling, enable_gqa=key.size(1) != query.size(1), **sequence.how,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_of_layer)
+AttentionMaskInterface.register(IMPLEMENTATION, mask_of_layer)
+
+_NOT_PREPARED = (
+    "this batch did not come from dtcp.integrations.transformers.prepare, so its tokens have no places in the whole "
+    "sequence; call model(**prepare(model, batch, dims)). To generate, or to use a model on one device, choose another "
+    "attention: model.set_attn_implementation('sdpa')"
+)
+
+# By the id of a config, which is what a mask function is given.
+_announced: dict[int, _Sequence] = {}
+
+
+def _check_shape(sequence: _Sequence, batch_size: int, *lengths: int) -> None:
+    expected = sequence.batch_size, sequence.layout.local_seq_len
+    for length in lengths:
+        if (batch_size, length) != expected:
+            raise RuntimeError(
+                f"attention has {batch_size} rows of {length} tokens, and the batch that was prepared last has "
+                f"{expected[0]} rows of {expected[1]} on this rank; {_NOT_PREPARED}"
+            )
+
+
+# ---- what a user calls -----------------------------------------------------------------------------------------------
+
+
+class PreparedBatch(dict[str, Any]):
+    """What ``model(**batch)`` takes: this rank's part of a batch. Labels are kept apart, since they are shifted.
+
+    Attributes:
+        labels: Target of each token here, int64 (B, S_local), −100 where there is none; None without labels.
+        layout: Who holds which tokens.
+        num_valid_tokens: Targets of all ranks of ``dims.view("loss")``, 0-d; None without labels.
+    """
+
+    def __init__(
+        self, inputs: Mapping[str, Any], labels: Tensor | None, layout: SequenceLayout, count: Tensor | None
+    ) -> None:
+        super().__init__(inputs)
+        self.labels, self.layout, self.num_valid_tokens = labels, layout, count
+
+    def loss(self, logits: Tensor, *, num_valid_tokens: Tensor | int | None = None) -> Tensor:
+        """Return this rank's share of the loss: the sum over the ranks of ``dims.view("loss")`` is the mean.
+
+        Args:
+            logits: (B, S_local, V), of this batch.
+            num_valid_tokens: The divisor, where several batches make one step: the sum of theirs.
+
+        Raises:
+            ValueError: If the batch had no labels.
+        """
+        if self.labels is None:
+            raise ValueError("this batch has no loss, since it had no labels; give prepare a batch with labels")
+        count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
+        return dtcp.token_loss(logits, self.labels, num_valid_tokens=count)
+
+
+def prepare(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    dims: ParallelDims,
+    *,
+    layout: str | SequenceLayout = "head_tail",
+    documents: Documents | None = None,
+    shift_labels: bool | None = None,
+    pad_value: int = 0,
+    **how: Any,
+) -> PreparedBatch:
+    """Return this rank's part of ``batch``, and tell ``model`` what it is a part of. Collective over the mesh.
+
+    Args:
+        model: With ``attn_implementation="dtcp"``; also one that peft, FSDP2 or gradient checkpointing has changed.
+        batch: Tensors of whole rows, (B, S, …), the same on every rank of the cp axis: ``input_ids`` or
+            ``inputs_embeds``, and maybe ``labels`` (by token, as transformers has them: not shifted), ``position_ids``
+            (which restart where a document begins), ``attention_mask`` (0 at padding), ``token_type_ids``.
+        dims: Built mesh with tp=1 and pp=1.
+        layout: Name for ``dtcp.make_layout``, or a layout of this sequence.
+        documents: Where documents lie, instead of by ``position_ids``; without ``position_ids`` positions restart with
+            each.
+        shift_labels: Whether the target of a token is the label of the next one; None asks the model: yes for causal
+            language models, no for masked ones.
+        pad_value: Token that fills a sequence that does not divide. Nothing sees it, and it has no label.
+        how: ``strategy``, ``ulysses_degree``, ``ranks_per_node``, ``kv_grad_dtype``, ``rates`` and ``kernel`` of
+            ``dtcp.context_parallel_attention``.
+
+    Raises:
+        ValueError: If model, batch and mesh do not fit together, ranks have different batches, or the batch was cut or
+            its labels shifted before.
+        NotImplementedError: If something of the model cannot be computed exactly on a cut sequence.
+    """
+    base = _base(model)
+    check_config(base, IMPLEMENTATION, dims)
+    check_modules(base)
+    warn_of_untested(base.config.model_type)
+    _check_how(how)
+    if isinstance(batch, PreparedBatch):
+        raise ValueError("this batch is cut already; give prepare the whole rows, once")
+    shape = _whole_shape(batch)
+    mesh = dims.view("cp")
+    dtcp.check_same_batch({name: x for name, x in batch.items() if isinstance(x, Tensor)}, mesh)
+    documents, positions = _documents(batch, documents, shape)
+    check_rotary(base, int(positions.max()) + 1)
+    whole = _make_layout(layout, shape[1], dims.cp, documents)
+    labels = _labels(base, batch, documents, shift_labels)
+    _check_inputs(batch, shape)
+    inputs = {name: x for name, x in batch.items() if name not in ("labels", "attention_mask")}
+    inputs["position_ids"] = positions
+    cut = {
+        name: dtcp.shard(x, mesh, whole, pad_value=pad_value if name == "input_ids" else 0)
+        if isinstance(x, Tensor)
+        else x
+        for name, x in inputs.items()
+    }
+    if "use_cache" in inspect.signature(base.forward).parameters:
+        cut["use_cache"] = False
+    local_labels = count = None
+    if labels is not None:
+        local_labels = dtcp.shard(labels, mesh, whole, pad_value=IGNORED)
+        count = dtcp.count_valid_tokens(local_labels, mesh=dims.view("loss"))
+    _announce(base, _Sequence(dims, whole, documents, shape[0], how), cut)
+    return PreparedBatch(cut, local_labels, whole, count)
+
+
+_HOW = ("strategy", "ulysses_degree", "ranks_per_node", "kv_grad_dtype", "rates", "kernel")
+
+
+def _check_how(how: Mapping[str, Any]) -> None:
+    if unknown := sorted({*how} - {*_HOW}):
+        raise ValueError(f"prepare has no option {unknown[0]!r}; those of attention are {', '.join(_HOW)}")
+
+
+def _base(model: nn.Module) -> Any:
+    """The model inside of peft's."""
+    get_base_model: Any = getattr(model, "get_base_model", None)  # of peft
+    found = model if get_base_model is None else get_base_model()
+    if not hasattr(found, "config") or not hasattr(found, "set_attn_implementation"):
+        raise ValueError(
+            f"prepare needs a transformers model, got {type(model).__name__}; give it the model itself, not a wrapper"
+        )
+    return found
+
+
+def _whole_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    given = [name for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)]
+    if len(given) != 1 or batch[given[0]].ndim < 2:
+        raise ValueError(f"prepare needs a batch with input_ids (B, S) or inputs_embeds (B, S, C), got {sorted(batch)}")
+    batch_size, seq_len = batch[given[0]].shape[:2]
+    return int(batch_size), int(seq_len)
+
+
+_BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "attention_mask", "token_type_ids")
+
+
+def _check_inputs(batch: Mapping[str, Any], shape: tuple[int, int]) -> None:
+    for name, x in batch.items():
+        if not isinstance(x, Tensor):
+            if x is not None and name in ("past_key_values", "cache"):
+                raise NotImplementedError(f"{name} is a cache of keys, which a cut sequence has none of; leave it out")
+            continue
+        if name not in _BY_TOKEN:
+            raise NotImplementedError(
+                f"prepare does not know how to cut {name} {tuple(x.shape)}; it knows {', '.join(_BY_TOKEN)}"
+            )
+        if tuple(x.shape[:2]) != shape and not (name == "position_ids" and tuple(x.shape) == (1, shape[1])):
+            raise ValueError(f"{name} must be (B, S, …) = {shape}, as the tokens are, got {tuple(x.shape)}")
+
+
+def _documents(
+    batch: Mapping[str, Any], documents: Documents | None, shape: tuple[int, int]
+) -> tuple[Documents | None, Tensor]:
+    """Where documents and padding lie, and the position of each token, (B, S)."""
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    assert tokens is not None
+    positions = batch.get("position_ids")
+    if positions is not None and (positions.ndim != 2 or positions.size(1) != shape[1]):
+        raise NotImplementedError(f"position_ids must be (B, S) = {shape}, got {tuple(positions.shape)}")
+    if documents is not None:
+        documents.check_fits(shape[1], shape[0])
+    elif positions is not None:
+        found = Documents.from_position_ids(positions)
+        documents = found if found.num_documents > found.num_rows else None
+    if positions is None:
+        whole = torch.arange(shape[1]) if documents is None else documents.positions()
+        positions = torch.atleast_2d(whole).to(tokens.device)
+    padding = batch.get("attention_mask")
+    if padding is not None:
+        documents = _padded(documents, padding, shape)
+    return documents, positions.expand(shape[0], -1)
+
+
+def _padded(documents: Documents | None, attention_mask: Tensor, shape: tuple[int, int]) -> Documents | None:
+    """The documents without the tokens that are padding."""
+    if tuple(attention_mask.shape) != shape:
+        raise NotImplementedError(
+            f"attention_mask must be (B, S) = {shape} with 0 at padding, got {tuple(attention_mask.shape)}; say where "
+            "documents lie by position_ids or documents="
+        )
+    mask = attention_mask.cpu()
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError("attention_mask must be 0 or 1; numbers of documents belong into Documents.from_ids(...)")
+    if bool(mask.all()):
+        return documents
+    ids = torch.zeros(shape, dtype=torch.int64) if documents is None else torch.atleast_2d(documents.ids)
+    try:
+        return Documents.from_ids(torch.where(mask.bool(), ids.expand(shape), PADDING))
+    except ValueError as error:
+        raise NotImplementedError(
+            "attention_mask has 0 between tokens of one document; padding has to stand before or after it"
+        ) from error
+
+
+def _make_layout(layout: str | SequenceLayout, seq_len: int, cp: int, documents: Documents | None) -> SequenceLayout:
+    if isinstance(layout, str):
+        return make_layout(layout, seq_len=seq_len, cp=cp, documents=documents)
+    if (layout.seq_len, layout.cp) != (seq_len, cp):
+        raise ValueError(
+            f"the layout is of {layout.seq_len} tokens over cp={layout.cp}, and the batch has {seq_len} over cp={cp}"
+        )
+    return layout
+
+
+def _labels(
+    base: nn.Module, batch: Mapping[str, Any], documents: Documents | None, shift: bool | None
+) -> Tensor | None:
+    """Targets by token of whole rows."""
+    labels = batch.get("labels")
+    if labels is None:
+        return None
+    if (padding := batch.get("attention_mask")) is not None and bool(((padding == 0) & (labels != IGNORED)).any()):
+        raise ValueError(f"padding has labels: where attention_mask is 0, labels must be {IGNORED}")
+    if not (shifts_labels(base) if shift is None else shift):
+        return labels
+    tokens = batch.get("input_ids")
+    if tokens is not None and has_shifted_labels(tokens, labels):
+        raise ValueError(
+            "labels are shifted already: the label of a token is the next one; give them by token, as transformers "
+            "has them, or say shift_labels=False"
+        )
+    return dtcp.shift_labels(labels, labels, documents)
+
+
+# ---- one forward for each prepared batch -----------------------------------------------------------------------------
+
+
+def _announce(base: Any, sequence: _Sequence, inputs: Mapping[str, Any]) -> None:
+    for config in {id(module.config): module.config for module in base.modules() if hasattr(module, "config")}.values():
+        if id(config) not in _announced:
+            weakref.finalize(config, _announced.pop, id(config), None)
+        _announced[id(config)] = sequence
+    watch = _watches.get(base)
+    if watch is None:
+        watch = _watches[base] = _Watch()
+        base.register_forward_pre_hook(watch.before, with_kwargs=True)
+        base.register_forward_hook(watch.after)
+    watch.expect(sequence, inputs)
+
+
+class _Watch:
+    """Sees to it that a model is given the batch that was prepared last, and that its layers attend by dtcp."""
+
+    def __init__(self) -> None:
+        self._sequence: _Sequence | None = None
+        self._tokens: Tensor | None = None
+        self._before = 0
+
+    def expect(self, sequence: _Sequence, inputs: Mapping[str, Any]) -> None:
+        self._sequence = sequence
+        self._tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+
+    def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if base.config._attn_implementation != IMPLEMENTATION:
+            return
+        names = list(inspect.signature(base.forward).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        found = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if not _is_same(found, self._tokens) or given.get("position_ids") is None:
+            raise RuntimeError(_NOT_PREPARED)
+        for name in ("labels", "attention_mask"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{name} must not be given to a model with a cut sequence, which would "
+                    f"{'shift them within a part of it' if name == 'labels' else 'take it for one of a whole'}; they "
+                    "belong into the batch that prepare gets, and the loss is batch.loss(model(**batch).logits)"
+                )
+        for name in ("output_attentions", "use_cache"):
+            if given.get(name):
+                raise NotImplementedError(f"{name}=True is not available with a cut sequence")
+        assert self._sequence is not None
+        self._before = self._sequence.num_calls
+
+    def after(self, base: Any, args: tuple[Any, ...], output: Any) -> None:
+        if (
+            base.config._attn_implementation != IMPLEMENTATION
+            or self._sequence is None
+            or torch.compiler.is_compiling()
+        ):
+            return
+        config = base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
+        layers, calls = getattr(config, "num_hidden_layers", None), self._sequence.num_calls - self._before
+        if calls == 0 or (layers is not None and calls % layers):
+            raise NotImplementedError(
+                f"{type(base).__name__} has {layers} layers and asked dtcp for attention {calls} times: the others mix "
+                "the tokens of a rank by something else (attention of their own, a recurrence), which is not what the "
+                "model does; such models are not available"
+            )
+
+
+_watches: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
+
+
+def _is_same(x: Any, prepared: Tensor | None) -> bool:
+    """Whether it is the prepared tensor, or a view of it as wrappers make them."""
+    if x is prepared:
+        return True
+    if not isinstance(x, Tensor) or prepared is None or torch.compiler.is_compiling():
+        return torch.compiler.is_compiling()
+    return x.shape == prepared.shape and x.data_ptr() == prepared.data_ptr()
