@@ -85,6 +85,25 @@ class _LayerMask:
     sequence: _Sequence
     pattern: Pattern
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _own_attention(getattr(func, "__name__", str(func)))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _own_attention("a part")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "ndim", "dim", "size", "to", "expand"):
+            raise _own_attention(name)
+        raise AttributeError(name)
+
+
+def _own_attention(asked: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"the model computes with its attention mask itself (asks for {asked}), so its attention is not one that "
+        "attn_implementation chooses; such models are not available on a cut sequence"
+    )
+
 
 # ---- what transformers calls -----------------------------------------------------------------------------------------
 

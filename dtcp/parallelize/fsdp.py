@@ -4,7 +4,7 @@ The ``fsdp`` view contains the cp ranks: the reduce-scatter of FSDP2 is also the
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -19,17 +19,20 @@ def apply_fsdp(
     model: nn.Module,
     dims: ParallelDims,
     *,
+    blocks: Iterable[nn.Module] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
     offload_policy: OffloadPolicy | None = None,
 ) -> None:
-    """Shard ``model`` in place, a unit per block of ``model.layers`` and one for the rest.
+    """Shard ``model`` in place, a unit per block and one for the rest.
 
     Args:
-        model: Has ``layers``, an ``nn.ModuleList`` or ``nn.ModuleDict``; may be on the meta device.
+        model: May be on the meta device.
         dims: Built mesh. Parameters are sharded over ``dims.view("fsdp")``, and with ``dp_replicate > 1`` also
             replicated: ``dims.view("hsdp")``.
+        blocks: Modules of the model, ``model.model.layers`` say; None for those of ``model.layers``, an
+            ``nn.ModuleList`` or ``nn.ModuleDict``.
         param_dtype: What parameters and activations are cast to in forward and backward; None keeps them.
         reduce_dtype: What gradients are added up in.
         reshard_after_forward: Free a block's full parameters between its forward and backward. The root keeps its
@@ -42,13 +45,14 @@ def apply_fsdp(
     """
     mesh = dims.view("hsdp") if dims.dp_replicate > 1 else dims.view("fsdp")
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    blocks = named_blocks(model, "apply_fsdp", "call torch's fully_shard with dims.view('fsdp')")
+    if blocks is None:
+        blocks = [block for _, block in named_blocks(model, "apply_fsdp", "name them, blocks=model.model.layers say")]
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     placement = functools.partial(_placement, num_shards=dims.view("fsdp").size())
     shard = functools.partial(
         fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, shard_placement_fn=placement
     )
-    for block in _together(model, [block for _, block in blocks]):
+    for block in _together(model, list(blocks)):
         shard(block, reshard_after_forward=reshard_after_forward)
     shard(model, reshard_after_forward=False)
     for unit in _units(model):
