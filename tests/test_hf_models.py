@@ -47,7 +47,8 @@ def compare(rank, world, cases):
         assert found.keys() == gradients.keys(), case
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
         for path, wanted in gradients.items():
-            assert float((found[path] - wanted).norm()) < TOLERANCE * float(wanted.norm()) + 1e-7 * float(norm), (case, path)
+            difference = float((found[path] - wanted).norm())
+            assert difference < TOLERANCE * float(wanted.norm()) + 1e-7 * float(norm), (case, path)
 
 
 def all_cases(hows):

@@ -62,6 +62,7 @@ LAYERS = [
     ["integrations", "plan"],
     ["train"],
     ["train.__main__", "doctor", "export"],
+    ["cli", "__main__"],
 ]
 
 FORBIDDEN_ON_IMPORT = ["torchtitan", "transformers", "hydra", "omegaconf", "tensordict", "torch.distributed.pipelining"]

@@ -29,7 +29,7 @@ def test_every_snippet_of_the_readme_runs_on_two_ranks(ranks, index, backend):
 
 
 def test_there_are_snippets():
-    assert len(SNIPPETS) == 12
+    assert len(SNIPPETS) == 13
 
 
 @pytest.mark.parametrize("name", ["contiguous", "head_tail", "striped"])
