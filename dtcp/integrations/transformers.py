@@ -312,6 +312,19 @@ def prepare(
     return PreparedBatch(cut, local_labels, whole, count)
 
 
+def count_targets(model: nn.Module, batch: Mapping[str, Any], documents: Documents | None = None) -> int:
+    """Return the targets in whole rows, as `prepare` makes them: what several batches of one step are divided by.
+
+    Raises:
+        ValueError: If the batch has no labels.
+    """
+    documents, _ = _documents(batch, documents, _whole_shape(batch))
+    labels = _labels(_base(model), batch, documents, None)
+    if labels is None:
+        raise ValueError(f"a batch without labels has no loss, got {sorted(batch)}")
+    return int((labels != IGNORED).sum())
+
+
 _HOW = ("strategy", "ulysses_degree", "ranks_per_node", "kv_grad_dtype", "rates", "kernel")
 
 
