@@ -54,6 +54,6 @@ def test_sizes_of_accelerate_are_degrees_of_the_mesh(monkeypatch):
 
     monkeypatch.setattr(trainer, "ParallelDims", dict)  # of a world of four, which is not here
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert trainer.dims_of(ParallelismConfig(cp_size=2, dp_shard_size=2)) == dict(cp=2, dp_replicate=2, dp_shard=1)
+    assert trainer.dims_of(ParallelismConfig(cp_size=2, dp_shard_size=2)) == {"cp": 2, "dp_replicate": 2, "dp_shard": 1}
     with pytest.raises(NotImplementedError, match="has cp and dp, got tp_size=2"):
         trainer.dims_of(ParallelismConfig(tp_size=2, dp_shard_size=2))

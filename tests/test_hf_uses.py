@@ -192,7 +192,7 @@ def refuse_models(dtcp_hf, dims):
         transformers.T5Config(vocab_size=61, d_model=32, num_layers=1, num_heads=4, d_ff=48, decoder_start_token_id=0)
     )
     for model, message in (
-        (bloom, "computes with its attention mask itself"), (mamba, "attends by|mixes|dtcp"), (lfm, "conv"),
+        (bloom, "computes with its attention mask itself|makes an attention_mask of its own"), (mamba, "attends by|mixes|dtcp"), (lfm, "conv"),
         (t5, "encoder-decoder"),
     ):  # fmt: skip
         for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
@@ -233,8 +233,9 @@ def test_patterns_are_read_from_what_a_mask_is_made_of():
     assert pattern_of(m.bidirectional_mask_function) == Pattern()
     window = m.sliding_window_causal_mask_function(5)
     assert pattern_of(window) == Pattern(is_causal=True, window_size=(4, -1))
-    remapped = m.and_masks(m.remap_positions_for_packed_sequence(window, torch.zeros(1, 4)), packed)
-    assert pattern_of(remapped) == pattern_of(window)
+    assert pattern_of(m.and_masks(window, packed)) == pattern_of(window)
+    if remap := getattr(m, "remap_positions_for_packed_sequence", None):
+        assert pattern_of(m.and_masks(remap(window, torch.zeros(1, 4)), packed)) == pattern_of(window)
     assert pattern_of(m.sliding_window_bidirectional_mask_function(3)) == Pattern(window_size=(3, 3))
     assert pattern_of(m.chunked_causal_mask_function(7, torch.zeros(2))) == Pattern(is_causal=True, chunk_size=7)
     with pytest.raises(NotImplementedError, match="left padding"):

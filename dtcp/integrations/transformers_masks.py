@@ -102,7 +102,8 @@ _MEANINGS: dict[CodeType, Callable[[dict[str, Any]], Pattern]] = {
     _code(masking_utils.sliding_window_bidirectional_overlay(1)): _both_ways,
     _code(masking_utils.chunked_overlay(1, torch.zeros(1))): _chunked,
     _code(masking_utils.packed_sequence_mask_function(torch.zeros(1))): lambda cells: Pattern(),
-    _code(
-        masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, torch.zeros(1))
-    ): lambda cells: pattern_of(cells["mask_function"]),
 }
+if (remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None)) is not None:  # since 5.24
+    _MEANINGS[_code(remap(masking_utils.causal_mask_function, torch.zeros(1)))] = lambda cells: pattern_of(
+        cells["mask_function"]
+    )
