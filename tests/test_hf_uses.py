@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 
 import dtcp
 from hf_models import build, make_batch
@@ -116,6 +117,33 @@ def adapt(rank, world):
     assert len(gradients_of(model)) == 8
 
 
+def mix_models(rank, world):
+    """Two models of one config, each with a batch prepared ahead; and a model without its head."""
+    import dtcp.integrations.transformers as dtcp_hf
+
+    dims = parallel_dims(world)
+    one, other = build("llama", "dtcp"), build("llama", "dtcp")
+    config = one.config
+    for module in other.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    batches = [make_batch([22]), make_batch([9, 13])]
+    parts = [dtcp_hf.prepare(model, batch, dims) for model, batch in zip((one, other), batches, strict=True)]
+    ahead = dtcp_hf.prepare(one, batches[1], dims, layout="striped")
+    eager = build("llama", "eager")
+    for model, part, batch in ((one, parts[0], 0), (one, ahead, 1), (other, parts[1], 1)):
+        inputs = {k: v for k, v in batches[batch].items() if k != "labels"}
+        # With a cache transformers does not look for documents.
+        hidden = eager.model(**inputs, use_cache=False).last_hidden_state.detach()
+        found = dtcp.unshard(model.model(**part).last_hidden_state.detach(), dims.view("cp"), part.layout)
+        assert float((found - hidden).norm() / hidden.norm()) < 5e-5
+    with refused(RuntimeError, "did not come from"):
+        one.model(input_ids=parts[0]["input_ids"].clone(), position_ids=parts[0]["position_ids"])
+    wrapped = nn.parallel.DistributedDataParallel(one)
+    with refused(NotImplementedError, "DistributedDataParallel over the context parallel ranks"):
+        wrapped(**dtcp_hf.prepare(one, batches[0], dims))
+
+
 @contextlib.contextmanager
 def refused(kind, message):
     with pytest.raises(kind, match=message):
@@ -192,7 +220,8 @@ def refuse_models(dtcp_hf, dims):
         transformers.T5Config(vocab_size=61, d_model=32, num_layers=1, num_heads=4, d_ff=48, decoder_start_token_id=0)
     )
     for model, message in (
-        (bloom, "computes with its attention mask itself|makes an attention_mask of its own"), (mamba, "attends by|mixes|dtcp"), (lfm, "conv"),
+        (bloom, "computes with its attention mask itself|makes an attention_mask of its own"),
+        (mamba, "attends by|mixes|dtcp"), (lfm, "conv"),
         (t5, "encoder-decoder"),
     ):  # fmt: skip
         for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
@@ -215,7 +244,7 @@ def refuse_models(dtcp_hf, dims):
 
 
 def test_padding_recomputation_sharding_and_adapters_have_the_gradients_of_one_rank(ranks):
-    for task in (pad_and_compare, recompute_and_accumulate, shard_parameters, adapt):
+    for task in (pad_and_compare, recompute_and_accumulate, shard_parameters, adapt, mix_models):
         ranks.run(2, task)
 
 
