@@ -14,7 +14,7 @@ import dtcp
 from oracle import relative_error
 
 SCRIPT = Path(__file__).parent / "torch_context_parallel_script.py"
-README = Path(__file__).parent.parent / "README.md"
+MIGRATION = Path(__file__).parent.parent / "docs" / "migration.md"
 IMPORTS = {
     "from torch.distributed.tensor.experimental import context_parallel\n": "from dtcp import context_parallel\n",
     "from torch.distributed.tensor.experimental._attention import context_parallel_unshard\n": (
@@ -94,10 +94,10 @@ def test_set_rotate_method_says_what_to_write_instead():
         dtcp.set_rotate_method("alltoall")
 
 
-def test_the_table_of_the_readme_has_every_public_name_of_torchs():
+def test_the_table_of_the_docs_has_every_public_name_of_torchs():
     from torch.distributed.tensor.experimental import _attention as torchs
 
-    section = README.read_text().split("### Coming from torch's `context_parallel`")[1].split("\n## ")[0]
+    section = MIGRATION.read_text().split("## torch's `context_parallel`")[1].split("\n## ")[0]
     for name in torchs.__all__:
         if not name.startswith("_") or name in ("_HeadTailLoadBalancer", "_PerDocumentHeadTailLoadBalancer"):
             assert name in section, name

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, and its figures of pairs are the library's."""
+"""The code in the README and in docs/ runs as it stands, and the README's figures of pairs are the library's."""
 
 from __future__ import annotations
 
@@ -12,24 +12,41 @@ import torch
 
 import dtcp
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
+FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
+# Each once, though a page may show what another has.
+SNIPPETS = {
+    snippet: f"{page}-{index}"
+    for page, text in PAGES.items()
+    for index, (_, language, snippet) in enumerate(FENCED.findall(text), 1)
+    if language == "python"
+}
 
 
-def execute(rank: int, world: int, snippet: str, backend: str) -> None:
+def execute(rank: int, world: int, snippet: str, name: str, backend: str) -> None:
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+        exec(compile(snippet, name, "exec"), {"__name__": "readme"})
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("index", range(len(SNIPPETS)))
-def test_every_snippet_of_the_readme_runs_on_two_ranks(ranks, index, backend):
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=SNIPPETS.values())
+def test_every_snippet_of_the_readme_and_the_docs_runs_on_two_ranks(ranks, snippet, backend):
     """With the default backend in the slow run."""
-    ranks.run(2, execute, SNIPPETS[index], backend)
+    ranks.run(2, execute, snippet, SNIPPETS[snippet], backend)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_that_imports_dtcp_is_among_the_snippets(page):
+    for _, language, text in FENCED.findall(PAGES[page]):
+        assert language == "python" or "import dtcp" not in text, text
 
 
 def test_there_are_snippets():
-    assert len(SNIPPETS) == 13
+    assert len(SNIPPETS) == 15
 
 
 @pytest.mark.parametrize("name", ["contiguous", "head_tail", "striped"])

@@ -1,8 +1,8 @@
 """For mkdocstrings, which reads the source without importing it: two things of ``dtcp`` that it would not find.
 
-A function that is named like the module it lives in, ``shard`` and ``parallelize``, would be an alias of itself: the name
-stays the module's here, and the reference lists these two by their full path. And a folder without an ``__init__``
-inside of the package, ``dtcp/parallelize``, is made a module.
+A function that is named like the module it lives in, ``shard`` and ``parallelize``, would be an alias of itself: the
+name stays the module's here, and the reference lists these two by their full path. And a folder without an
+``__init__`` inside of the package, ``dtcp/parallelize``, is made a module.
 """
 
 from __future__ import annotations

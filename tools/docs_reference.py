@@ -33,9 +33,9 @@ from dtcp.train.data import DataConfig
 PAGE = "reference/configuration.md"
 HEAD = """# Configuration reference
 
-Every key of the [training job](../ecosystems/job.md), and those of the [doctor](../doctor.md) at the end. Any of them
-is set on the command line: `mesh.cp=2 training.steps=100 model=llama_tiny`; `null` is no value. This page is made from the
-schema whenever the site is built.
+Every key of the [training job](../ecosystems/job.md), and those of the [doctor](../doctor.md) at the end. They are set
+on the command line: `mesh.cp=2 training.steps=100 model=llama_tiny`. `null` is no value. This page is made from the schema
+whenever the site is built.
 """
 
 
