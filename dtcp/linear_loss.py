@@ -41,13 +41,13 @@ def linear_token_loss(
     for float64), of ``weight`` and ``bias``: the backward only scales them. Tokens without a label cost nothing. One
     graph under ``torch.compile``, where ``num_valid_tokens`` is given.
 
-    # Note [The vocabulary over tp ranks]
-    ``weight`` (and ``bias``) may be DTensors, ``Shard(0)`` on the 1-D tp mesh, or this rank's rows with ``tp_mesh``;
-    some ranks may hold more rows than others. Every tp rank passes the same labels, and gets the same loss.
-    ``hidden`` is either whole on each rank, plain or ``Replicate``, and so is its gradient, summed over tp once, here;
-    or a DTensor that is cut (``Shard(1)`` under sequence parallelism), which is gathered, and its gradient is cut alike
-    by a reduce-scatter. Sent per chunk of C tokens: an all-reduce of C numbers (the largest logit) and one of 2·C
-    (Σ exp and the label's logit); once: 8 bytes per rank, and the gradient of ``hidden``.
+    Note [The vocabulary over tp ranks]. ``weight`` (and ``bias``) may be DTensors, ``Shard(0)`` on the 1-D tp mesh,
+    or this rank's rows with ``tp_mesh``; some ranks may hold more rows than others. Every tp rank passes the same
+    labels, and gets the same loss. ``hidden`` is either whole on each rank, plain or ``Replicate``, and so is its
+    gradient, summed over tp once, here; or a DTensor that is cut (``Shard(1)`` under sequence parallelism), which
+    is gathered, and its gradient is cut alike by a reduce-scatter. Sent per chunk of C tokens: an all-reduce of C
+    numbers (the largest logit) and one of 2·C (Σ exp and the label's logit); once: 8 bytes per rank, and the
+    gradient of ``hidden``.
 
     Args:
         hidden: (…, D), this rank's tokens, any float dtype; the softmax is taken in float32 (float64 for float64).

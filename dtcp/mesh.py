@@ -89,7 +89,7 @@ class ParallelDims:
         """The 5-D mesh.
 
         Raises:
-            ValueError: Before :meth:`build_mesh`.
+            ValueError: Before `build_mesh`.
         """
         return self._built("mesh")
 
@@ -158,7 +158,7 @@ class ParallelDims:
         added. An axis name: that axis, 1-D. Not collective.
 
         Raises:
-            ValueError: If there is no such view, or before :meth:`build_mesh`.
+            ValueError: If there is no such view, or before `build_mesh`.
         """
         if name not in VIEWS:
             raise ValueError(f"no view {name!r} of the mesh; the views are {', '.join(VIEWS)}")

@@ -33,9 +33,9 @@ from dtcp.train.data import DataConfig
 PAGE = "reference/configuration.md"
 HEAD = """# Configuration reference
 
-Every key of the [training job](../ecosystems/job.md), and those of the [doctor](../doctor.md) at the end. They are set
-on the command line: `mesh.cp=2 training.steps=100 model=llama_tiny`. `null` is no value. This page is made from the schema
-whenever the site is built.
+Every key of the [training job](../ecosystems/job.md), and those of the [doctor](../doctor.md) at the end.
+They are set on the command line: `mesh.cp=2 training.steps=100 model=llama_tiny`. `null` is no value.
+This page is made from the schema whenever the site is built.
 """
 
 
@@ -151,6 +151,8 @@ def sections() -> Iterator[tuple[str, str, list[Row]]]:
     job, types = compose_doctor_config([]), get_type_hints(DoctorJobConfig) | {"data": DataConfig}
     names = [f.name for f in dataclasses.fields(DoctorJobConfig) if f.name not in ("model", "doctor")]
     alone = [name for name in names if not dataclasses.is_dataclass(types[name])]
+    rows = [Row(name, type_words(types[name]), value_words(getattr(job, name)), said.get(name, "")) for name in alone]
+    yield "Keys without a section", "", rows
     for name in [*(name for name in names if name not in alone), "doctor"]:
         intro = _section_doc(types[name], said.get(name, ""))
         if choices := sorted(path.stem for path in (conf_dir() / name).glob("*.yaml")):
@@ -160,8 +162,6 @@ def sections() -> Iterator[tuple[str, str, list[Row]]]:
             of_file = yaml_comments(conf_dir() / name / f"{chosen}.yaml")
             said |= {f"{name}.{key}": text for key, text in of_file.items()}
         yield name, intro.strip(), rows_of(types[name], getattr(job, name), f"{name}.", said)
-    rows = [Row(name, type_words(types[name]), value_words(getattr(job, name)), said.get(name, "")) for name in alone]
-    yield "Keys without a section", "", rows
 
 
 def _default_choice(group: str) -> str:
