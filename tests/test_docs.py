@@ -140,7 +140,7 @@ def test_what_the_reference_lists_as_choices_can_be_chosen(reference):
 def test_commands_are_those_of_the_job_and_the_doctor(page):
     """Every command that a page shows composes."""
     text = EVERYWHERE[page].replace("\\\n", " ")
-    for line in re.findall(r"^.*-m dtcp\.(?:train|doctor) +(.*)$", text, flags=re.MULTILINE):
+    for line in re.findall(r"^.*\bdtcp[. ](?:train|doctor) +(.*)$", text, flags=re.MULTILINE):
         words = re.split(r"  +#|`|  +the ", line)[0].split()
         overrides = [word for word in words if "=" in word]
         if not any("…" in word for word in overrides):

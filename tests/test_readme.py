@@ -46,7 +46,7 @@ def test_every_block_that_imports_dtcp_is_among_the_snippets(page):
 
 
 def test_there_are_snippets():
-    assert len(SNIPPETS) == 15
+    assert len(SNIPPETS) == 16
 
 
 @pytest.mark.parametrize("name", ["contiguous", "head_tail", "striped"])
