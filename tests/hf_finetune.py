@@ -1,6 +1,6 @@
 """Fine-tune on packed rows from a JSON-lines file by ContextParallelTrainer; with --eager by transformers' own Trainer.
 
-    torchrun --nproc-per-node 4 tests/hf_finetune.py rows.jsonl out.json [--lora] [--eager]
+torchrun --nproc-per-node 4 tests/hf_finetune.py rows.jsonl out.json [--lora] [--eager]
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--save", action="store_true", help="after two steps")
+    parser.add_argument("--resume", action="store_true", help="from what --save has left")
     given = parser.parse_args()
     from transformers import Trainer, TrainingArguments
 
@@ -67,7 +69,8 @@ def main() -> None:
     args = TrainingArguments(
         output_dir=str(given.out.with_suffix("")), max_steps=4, learning_rate=1e-3, lr_scheduler_type="constant",
         per_device_train_batch_size=2 if given.eager else 1, gradient_accumulation_steps=2, max_grad_norm=1.0,
-        per_device_eval_batch_size=1, logging_steps=1, eval_strategy="steps", eval_steps=2, save_strategy="no",
+        per_device_eval_batch_size=1, logging_steps=1, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps" if given.save else "no", save_steps=2,
         report_to=[], use_cpu=True, seed=0, remove_unused_columns=False, gradient_checkpointing=not given.eager,
         disable_tqdm=True, logging_nan_inf_filter=False,
     )  # fmt: skip
@@ -80,7 +83,7 @@ def main() -> None:
         world = int(__import__("os").environ.get("WORLD_SIZE", 1))
         dims = dims_of(ParallelismConfig(cp_size=min(world, 2), dp_shard_size=max(world // 2, 1)))
         trainer = _in_order(ContextParallelTrainer)(**how, dims=dims)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(given.out.with_suffix("") / "checkpoint-2") if given.resume else None)
     evaluated = trainer.evaluate()
     if given.eager:
         evaluated["eval_loss"] = _mean_over_tokens(model, held_out, dtcp)

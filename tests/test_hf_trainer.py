@@ -47,6 +47,14 @@ def test_four_ranks_have_the_loss_gradient_norm_and_evaluation_of_one(rows, tmp_
     assert evaluated_of_four == pytest.approx(evaluated, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(rows, tmp_path):
+    out = tmp_path / "run.json"
+    whole = train(rows, out, "--save", nproc=4)
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert train(rows, out, "--resume", nproc=4) == whole
+
+
 def test_sizes_of_accelerate_are_degrees_of_the_mesh(monkeypatch):
     from accelerate import ParallelismConfig
 
