@@ -59,6 +59,16 @@ def _bert() -> Any:
     return config, BertForMaskedLM
 
 
+def _roberta() -> Any:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    config = RobertaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1,
+    )  # fmt: skip
+    return config, RobertaForMaskedLM
+
+
 def _llama4() -> Any:
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
@@ -83,12 +93,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bert": _bert,
     "llama4": _llama4,
 }
+# Which do not take positions that restart at 0, and so are compared by tests of their own.
+OTHERS: dict[str, Callable[[], Any]] = {"roberta": _roberta}
 
 
 def build(name: str, attn_implementation: str) -> Any:
     """The model ``name``, the same on every rank, with queries and keys so large that attention is peaked."""
     dtype = torch.float32 if name == "gpt_oss" else torch.float64  # whose experts know no float64
-    config, kind = MODELS[name]()
+    config, kind = (MODELS | OTHERS)[name]()
     if "Gemma3" in type(config).__name__:
         from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 

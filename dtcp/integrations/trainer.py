@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from transformers import Trainer
 
-import dtcp
 from dtcp.integrations.transformers import IGNORED, count_targets, prepare
 from dtcp.mesh import ParallelDims
+from dtcp.parallelize.gradients import reduce_gradients
+from dtcp.shard import check_same_batch
 
 
 def dims_of(parallelism_config: Any) -> ParallelDims:
@@ -76,7 +77,7 @@ class ContextParallelTrainer(Trainer):
             )
         dims.build_mesh(self.args.device.type)
         weights = {name: x.detach() for name, x in self.model.named_parameters()}
-        dtcp.check_same_batch(weights, dims.view("loss"))
+        check_same_batch(weights, dims.view("loss"))
         # Losses come divided by all tokens of the step.
         self.model_accepts_loss_kwargs = True
         # Without DistributedDataParallel, which would average what are shares of a sum.
@@ -121,7 +122,7 @@ class ContextParallelTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         share = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
-            dtcp.reduce_gradients(model, self._dims)
+            reduce_gradients(model, self._dims)
         # What Trainer takes the mean of over the ranks.
         return self._total(share.detach())
 

@@ -24,18 +24,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import dtcp
 from dtcp.documents import PADDING, Documents
 from dtcp.integrations.transformers_attention import IMPLEMENTATION, Sequence, announce
 from dtcp.integrations.transformers_checks import (
     check_config,
     check_modules,
     check_rotary,
+    check_temperature,
     has_shifted_labels,
     shifts_labels,
     warn_of_untested,
 )
+from dtcp.integrations.transformers_positions import default_positions, refuse_own_positions
 from dtcp.layout import SequenceLayout, make_layout
+from dtcp.loss import count_valid_tokens, token_loss
+from dtcp.shard import check_same_batch, shard
+from dtcp.shard import shift_labels as shift_labels_of
 
 if TYPE_CHECKING:
     from dtcp.mesh import ParallelDims
@@ -71,7 +75,7 @@ class PreparedBatch(dict[str, Any]):
         if self.labels is None:
             raise ValueError("this batch has no loss, since it had no labels; give prepare a batch with labels")
         count = self.num_valid_tokens if num_valid_tokens is None else num_valid_tokens
-        return dtcp.token_loss(logits, self.labels, num_valid_tokens=count)
+        return token_loss(logits, self.labels, num_valid_tokens=count)
 
 
 def prepare(
@@ -116,16 +120,17 @@ def prepare(
         raise ValueError("this batch is cut already; give prepare the whole rows, once")
     shape = _whole_shape(batch)
     mesh = dims.view("cp")
-    dtcp.check_same_batch({name: x for name, x in batch.items() if isinstance(x, Tensor)}, mesh)
-    documents, positions = _documents(batch, documents, shape)
+    check_same_batch({name: x for name, x in batch.items() if isinstance(x, Tensor)}, mesh)
+    documents, positions = _documents(base, batch, documents, shape)
     check_rotary(base, int(positions.max()) + 1)
+    check_temperature(base, shape[1])
     whole = _make_layout(layout, shape[1], dims.cp, documents)
     labels = _labels(base, batch, documents, shift_labels)
     _check_inputs(batch, shape)
     inputs = {name: x for name, x in batch.items() if name not in ("labels", "attention_mask")}
     inputs["position_ids"] = positions
     cut = {
-        name: dtcp.shard(x, mesh, whole, pad_value=pad_value if name == "input_ids" else 0)
+        name: shard(x, mesh, whole, pad_value=pad_value if name == "input_ids" else 0)
         if isinstance(x, Tensor)
         else x
         for name, x in inputs.items()
@@ -134,8 +139,8 @@ def prepare(
         cut["use_cache"] = False
     local_labels = count = None
     if labels is not None:
-        local_labels = dtcp.shard(labels, mesh, whole, pad_value=IGNORED)
-        count = dtcp.count_valid_tokens(local_labels, mesh=dims.view("loss"))
+        local_labels = shard(labels, mesh, whole, pad_value=IGNORED)
+        count = count_valid_tokens(local_labels, mesh=dims.view("loss"))
     announce(base, Sequence(dims, whole, documents, shape[0], how), cut)
     return PreparedBatch(cut, local_labels, whole, count)
 
@@ -146,8 +151,9 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any], documents: Documen
     Raises:
         ValueError: If the batch has no labels.
     """
-    documents, _ = _documents(batch, documents, _whole_shape(batch))
-    labels = _labels(_base(model), batch, documents, None)
+    base = _base(model)
+    documents, _ = _documents(base, batch, documents, _whole_shape(batch))
+    labels = _labels(base, batch, documents, None)
     if labels is None:
         raise ValueError(f"a batch without labels has no loss, got {sorted(batch)}")
     return int((labels != IGNORED).sum())
@@ -198,7 +204,7 @@ def _check_inputs(batch: Mapping[str, Any], shape: tuple[int, int]) -> None:
 
 
 def _documents(
-    batch: Mapping[str, Any], documents: Documents | None, shape: tuple[int, int]
+    base: nn.Module, batch: Mapping[str, Any], documents: Documents | None, shape: tuple[int, int]
 ) -> tuple[Documents | None, Tensor]:
     """Where documents and padding lie, and the position of each token, (B, S)."""
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -211,12 +217,13 @@ def _documents(
     elif positions is not None:
         found = Documents.from_position_ids(positions)
         documents = found if found.num_documents > found.num_rows else None
-    if positions is None:
-        whole = torch.arange(shape[1]) if documents is None else documents.positions()
-        positions = torch.atleast_2d(whole).to(tokens.device)
-    padding = batch.get("attention_mask")
+    padding, whole = batch.get("attention_mask"), documents
     if padding is not None:
         documents = _padded(documents, padding, shape)
+    if positions is None:
+        positions = default_positions(base, batch, whole, shape[1]).to(tokens.device)
+    else:
+        refuse_own_positions(base)
     return documents, positions.expand(shape[0], -1)
 
 
@@ -268,4 +275,4 @@ def _labels(
             "labels are shifted already: the label of a token is the next one; give them by token, as transformers "
             "has them, or say shift_labels=False"
         )
-    return dtcp.shift_labels(labels, labels, documents)
+    return shift_labels_of(labels, labels, documents)

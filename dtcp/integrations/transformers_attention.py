@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import dtcp
+from dtcp.attention.api import context_parallel_attention
 from dtcp.documents import PADDING, Documents
 from dtcp.integrations.transformers_checks import refuse_kwargs
 from dtcp.integrations.transformers_masks import Pattern, pattern_of
@@ -106,6 +106,7 @@ def mask_of_layer(
         RuntimeError: If the batch did not come from `prepare`.
         NotImplementedError: If the mask is of a kind that is not known, or there is a cache.
     """
+    _refuse_compilation()
     sequence = _announced.get(id(config))
     if sequence is None:
         raise RuntimeError(_NOT_PREPARED)
@@ -146,6 +147,7 @@ def attention_of_layer(
     Raises:
         NotImplementedError: If the layer asks for something else.
     """
+    _refuse_compilation()
     name = type(module).__name__
     if not isinstance(attention_mask, _LayerMask):
         got = "none" if attention_mask is None else f"a {type(attention_mask).__name__}"
@@ -165,7 +167,7 @@ def attention_of_layer(
     if mesh.size() > 1:
         refuse_ddp(mesh.get_group().group_name)
     sequence.num_calls += 1
-    out = dtcp.context_parallel_attention(
+    out = context_parallel_attention(
         query, key, value, mesh=mesh, layout=sequence.layout, is_causal=pattern.is_causal,
         window_size=pattern.window_size, documents=sequence.documents_for(pattern), sinks=s_aux, softcap=softcap,
         scale=scaling, enable_gqa=key.size(1) != query.size(1), **sequence.how,
@@ -184,6 +186,18 @@ _NOT_PREPARED = (
 
 # By the id of a config, which is what a mask function is given.
 _announced: dict[int, Sequence] = {}
+
+
+def _refuse_compilation() -> None:
+    """Raise while a graph is traced, which would keep this batch's documents and layout for all that follow.
+
+    Without ``fullgraph=True`` Dynamo leaves what raises uncompiled, and calls it as it is.
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "attention of transformers' models over a cut sequence is not compiled; leave torch.compile out, or "
+            "compile parts of the model without attention, its feed-forward modules say"
+        )
 
 
 def _check_shape(sequence: Sequence, batch_size: int, *lengths: int) -> None:
@@ -252,7 +266,7 @@ class _Watch:
 
     def after(self, base: Any, args: tuple[Any, ...], output: Any) -> None:
         sequence, self._running = self._running, None
-        if sequence is None or output is None or torch.compiler.is_compiling():  # None: the forward has raised
+        if sequence is None or output is None:  # None: the forward has raised
             return
         config = base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
         layers, calls = getattr(config, "num_hidden_layers", None), sequence.num_calls - self._calls_before
@@ -267,8 +281,6 @@ class _Watch:
         """What was prepared with these tokens, or with those that they are a view of, as wrappers make them."""
         if not isinstance(tokens, Tensor):
             return None
-        if torch.compiler.is_compiling():  # a graph knows no identity: the batch that was prepared last
-            return self._prepared[-1][1] if self._prepared else None
         for reference, sequence in reversed(self._prepared):
             prepared = reference()
             if prepared is not None and (

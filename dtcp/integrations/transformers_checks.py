@@ -25,6 +25,10 @@ TESTED = {
     "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "olmo2", "phi3", "gpt2", "opt", "bert",
     "llama4_text",
 }  # fmt: skip
+# Models that mix the tokens of a row by plain operations, which no module shows.
+_MIX_BY_OPERATIONS = {"mobilebert": "puts the embeddings of neighbouring tokens side by side (trigram_input)"}
+# Heads that look at one token of the row, its first or last.
+_ONE_TOKEN_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.BatchNorm1d)
 
 
@@ -62,11 +66,31 @@ def check_config(base: Any, implementation: str, dims: ParallelDims) -> None:
             raise NotImplementedError(
                 f"{name} adds a loss of its router, a mean over this rank's tokens; set output_router_logits=False"
             )
+        if base.training and any(getattr(config, key, None) for key in ("layerdrop", "encoder_layerdrop")):
+            raise NotImplementedError(f"{name} skips layers at random, others on each rank; set layerdrop=0.0")
+        if getattr(config, "token_dropout", False):
+            raise NotImplementedError(
+                f"{name} scales embeddings by the masked tokens of the row, of which a rank has some only; set "
+                "token_dropout=False"
+            )
 
 
 def check_modules(base: nn.Module) -> None:
-    """Raise if a module mixes the tokens of a row otherwise than by attention."""
+    """Raise if a module mixes the tokens of a row otherwise than by attention, or looks at one of them."""
+    name = type(base).__name__
+    if why := _MIX_BY_OPERATIONS.get(getattr(getattr(base, "config", None), "model_type", "")):
+        raise NotImplementedError(f"{name} {why}, of which a rank has some only; such models are not available")
+    if name.endswith(_ONE_TOKEN_HEADS):
+        raise NotImplementedError(
+            f"{name} looks at the first or last token of a row, which is on one rank; take the hidden states of the "
+            "model inside of it, and dtcp.unshard"
+        )
     for path, module in base.named_modules():
+        if path.rpartition(".")[2] == "pooler":
+            raise NotImplementedError(
+                f"{path} of {name} looks at the first token of a row, which is on one rank; build the model with "
+                "add_pooling_layer=False"
+            )
         if isinstance(module, _MIXERS):
             raise NotImplementedError(
                 f"{path} ({type(module).__name__}) of {type(base).__name__} mixes neighbouring tokens, of which a rank "
@@ -91,6 +115,18 @@ def check_rotary(base: Any, num_positions: int) -> None:
                     "longest position that each rank has of its own; use shorter sequences, or another kind (yarn, "
                     "llama3, linear)"
                 )
+
+
+def check_temperature(base: Any, seq_len: int) -> None:
+    """Raise if queries are scaled by their place in the row, which Llama 4 counts anew in each part of it."""
+    for config in configs_of(base.config):
+        scale = getattr(config, "floor_scale", None)
+        if getattr(config, "attn_temperature_tuning", False) and scale and seq_len >= scale:
+            raise NotImplementedError(
+                f"{type(base).__name__} scales attention by the place of a token in the row from {int(scale)} tokens "
+                f"on, got {seq_len}, and counts places in a rank's part; use shorter rows, or a model with "
+                "attn_temperature_tuning=False"
+            )
 
 
 def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
