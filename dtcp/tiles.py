@@ -18,10 +18,7 @@ from dtcp.documents import Integers
 # computes some 2,000 pairs of 8 heads of 64.
 CALL_PAIRS = 4096
 MASKED_FACTOR = 1.25  # a pair under a mask beside one without
-# A window narrower than this is cut into rectangles with a mask, of so many queries, or half as many if it is narrower
-# than twice that. Triangles as small are computed whole: 256 keys take 0.87 of their time on CPU (4 heads of 64).
-_MASKED_WIDTH = 384
-_BAND_QUERIES = 128
+_BAND_QUERIES = 64  # a window narrower than this is cut into masked rectangles of so many queries
 _UNEVEN = -1  # a step between two queries that is none of 0: bounds stay, 1: upper moves, 2: lower, 3: both
 
 
@@ -195,8 +192,8 @@ def _band(start: int, num: int, lower: int, upper: int, may_mask: bool) -> Itera
         for i in range(num):
             yield _full(start + i, 1, lower + i, upper + i)
         return
-    is_masked = may_mask and width < _MASKED_WIDTH
-    size = (_BAND_QUERIES if width >= 2 * _BAND_QUERIES else _BAND_QUERIES // 2) if is_masked else width - 1
+    is_masked = may_mask and width < _BAND_QUERIES
+    size = _BAND_QUERIES if is_masked else width - 1
     for first in range(0, num, size):
         q, keys, count = start + first, lower + first, min(size, num - first)
         stop, edge = q + count, keys + width - 1
