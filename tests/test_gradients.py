@@ -172,7 +172,7 @@ def test_a_model_without_gradients_has_norm_zero_and_a_bound_has_to_be_positive(
 def wrap_without_layers(rank: int, world: int) -> None:
     dims = dtcp.ParallelDims()
     dims.build_mesh("cpu")
-    with pytest.raises(ValueError, match="blocks of Linear in model.layers, .* got NoneType; rename it, or name them, blocks="):
+    with pytest.raises(ValueError, match="blocks of Linear in model.layers, .* got NoneType; rename it, or name them"):
         apply_fsdp(nn.Linear(2, 2), dims)
 
 
