@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--save", action="store_true", help="after two steps")
+    parser.add_argument("--save", action="store_true", help="after each step, of few rows in random order")
     parser.add_argument("--resume", action="store_true", help="from what --save has left")
     given = parser.parse_args()
     from transformers import Trainer, TrainingArguments
@@ -65,12 +65,13 @@ def main() -> None:
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, config)
     rows = pack(given.rows.read_text().splitlines(), 48)
-    train, held_out = rows[: len(rows) // 8 * 8], rows[-3:]
+    is_short = given.save or given.resume  # two steps an epoch, so that the third is in the middle of one
+    train, held_out = rows[: 8 if is_short else len(rows) // 8 * 8], rows[-3:]
     args = TrainingArguments(
         output_dir=str(given.out.with_suffix("")), max_steps=4, learning_rate=1e-3, lr_scheduler_type="constant",
         per_device_train_batch_size=2 if given.eager else 1, gradient_accumulation_steps=2, max_grad_norm=1.0,
         per_device_eval_batch_size=1, logging_steps=1, eval_strategy="steps", eval_steps=2,
-        save_strategy="steps" if given.save else "no", save_steps=2,
+        save_strategy="steps" if given.save else "no", save_steps=1,
         report_to=[], use_cpu=True, seed=0, remove_unused_columns=False, gradient_checkpointing=not given.eager,
         disable_tqdm=True, logging_nan_inf_filter=False,
     )  # fmt: skip
@@ -82,8 +83,9 @@ def main() -> None:
 
         world = int(__import__("os").environ.get("WORLD_SIZE", 1))
         dims = dims_of(ParallelismConfig(cp_size=min(world, 2), dp_shard_size=max(world // 2, 1)))
-        trainer = _in_order(ContextParallelTrainer)(**how, dims=dims)
-    trainer.train(resume_from_checkpoint=str(given.out.with_suffix("") / "checkpoint-2") if given.resume else None)
+        kind = ContextParallelTrainer if is_short else _in_order(ContextParallelTrainer)
+        trainer = kind(**how, dims=dims)
+    trainer.train(resume_from_checkpoint=str(given.out.with_suffix("") / "checkpoint-3") if given.resume else None)
     evaluated = trainer.evaluate()
     if given.eager:
         evaluated["eval_loss"] = _mean_over_tokens(model, held_out, dtcp)

@@ -48,11 +48,30 @@ def test_four_ranks_have_the_loss_gradient_norm_and_evaluation_of_one(rows, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(rows, tmp_path):
+def test_a_run_goes_on_in_the_middle_of_an_epoch_as_if_nothing_had_been(rows, tmp_path):
     out = tmp_path / "run.json"
     whole = train(rows, out, "--save", nproc=4)
-    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
     assert train(rows, out, "--resume", nproc=4) == whole
+
+
+def test_options_that_would_be_left_out_are_refused():
+    from transformers import TrainingArguments
+
+    import dtcp
+    from dtcp.integrations.trainer import ContextParallelTrainer
+    from hf_models import build
+
+    arguments = {"output_dir": "unused", "use_cpu": True, "report_to": []}
+    for args, more, name in (
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
+        ({}, {"compute_loss_func": lambda *args, **kwargs: 0}, "compute_loss_func"),
+        ({}, {"compute_metrics": lambda predictions: {}}, "compute_metrics"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"does not know {name}; leave it out"):
+            ContextParallelTrainer(
+                build("llama", "dtcp"), TrainingArguments(**arguments | args), dims=dtcp.ParallelDims(), **more
+            )
 
 
 def test_sizes_of_accelerate_are_degrees_of_the_mesh(monkeypatch):

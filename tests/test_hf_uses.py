@@ -137,6 +137,10 @@ def mix_models(rank, world):
         hidden = eager.model(**inputs, use_cache=False).last_hidden_state.detach()
         found = dtcp.unshard(model.model(**part).last_hidden_state.detach(), dims.view("cp"), part.layout)
         assert float((found - hidden).norm() / hidden.norm()) < 5e-5
+    # Its body prepared by itself, and then the whole again.
+    part = dtcp_hf.prepare(one.model, {k: v for k, v in batches[0].items() if k != "labels"}, dims)
+    one.model(**part)
+    one(**dtcp_hf.prepare(one, batches[0], dims))
     with refused(RuntimeError, "did not come from"):
         one.model(input_ids=parts[0]["input_ids"].clone(), position_ids=parts[0]["position_ids"])
     wrapped = nn.parallel.DistributedDataParallel(one)

@@ -71,6 +71,7 @@ class ContextParallelTrainer(Trainer):
                 "TrainingArguments(parallelism_config=, fsdp=, deepspeed=) would cut or shard once more; leave them "
                 "out, and give dims= (dims_of(parallelism_config) makes them)"
             )
+        _refuse_unused(self)
         if dims.dp_shard > 1:
             raise ValueError(
                 f"ContextParallelTrainer keeps parameters whole, got dp_shard={dims.dp_shard}; use dp_replicate"
@@ -97,12 +98,13 @@ class ContextParallelTrainer(Trainer):
                 "length, list(dataset) say"
             )
         batch_view = self._dims.view("batch")
-        sampler: Any = DistributedSampler(
+        sampler: Any = _EpochSampler(
             dataset, num_replicas=batch_view.size(), rank=batch_view.get_local_rank(), shuffle=is_training,
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
             drop_last=is_training and self.args.dataloader_drop_last,
         )  # fmt: skip
-        return _EpochLoader(
+        sampler.trainer = self
+        return DataLoader(
             dataset, batch_size=batch_size, sampler=sampler, collate_fn=self.data_collator,
             drop_last=is_training and self.args.dataloader_drop_last, num_workers=self.args.dataloader_num_workers,
         )  # fmt: skip
@@ -154,6 +156,11 @@ class ContextParallelTrainer(Trainer):
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset")
+        if isinstance(dataset, Mapping):
+            found: dict[str, float] = {}
+            for name, part in dataset.items():
+                found |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
         batch_view, size = self._dims.view("batch"), self.args.per_device_eval_batch_size
         was_training = self.model.training
         self.model.eval()
@@ -185,9 +192,26 @@ class ContextParallelTrainer(Trainer):
         )
 
 
-class _EpochLoader(DataLoader):
-    """Shuffles anew in each epoch, as Trainer tells it."""
+class _EpochSampler(DistributedSampler[Any]):
+    """Shuffles by the epoch that the trainer is in, also where it goes on in the middle of one."""
 
-    def set_epoch(self, epoch: int) -> None:
-        sampler: Any = self.sampler
-        sampler.set_epoch(epoch)
+    trainer: Trainer
+
+    def __iter__(self) -> Iterator[Any]:
+        self.set_epoch(int((self.trainer.state.epoch or 0.0) + 1e-6))
+        return super().__iter__()
+
+
+def _refuse_unused(trainer: Any) -> None:
+    """Raise for options of Trainer's loss and data that this one would leave out."""
+    given = {
+        "label_smoothing_factor": trainer.args.label_smoothing_factor,
+        "compute_loss_func": trainer.compute_loss_func,
+        "compute_metrics": trainer.compute_metrics,
+        "preprocess_logits_for_metrics": trainer.preprocess_logits_for_metrics,
+        "group_by_length": getattr(trainer.args, "group_by_length", False)
+        or getattr(trainer.args, "train_sampling_strategy", "random") not in ("random", None),
+    }
+    for name, value in given.items():
+        if value:
+            raise NotImplementedError(f"ContextParallelTrainer does not know {name}; leave it out")

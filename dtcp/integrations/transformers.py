@@ -130,9 +130,7 @@ def prepare(
     inputs = {name: x for name, x in batch.items() if name not in ("labels", "attention_mask")}
     inputs["position_ids"] = positions
     cut = {
-        name: shard(x, mesh, whole, pad_value=pad_value if name == "input_ids" else 0)
-        if isinstance(x, Tensor)
-        else x
+        name: shard(x, mesh, whole, pad_value=pad_value if name == "input_ids" else 0) if isinstance(x, Tensor) else x
         for name, x in inputs.items()
     }
     if "use_cache" in inspect.signature(base.forward).parameters:
@@ -169,6 +167,7 @@ def _check_how(how: Mapping[str, Any]) -> None:
 
 def _base(model: nn.Module) -> Any:
     """The model inside of peft's."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     get_base_model: Any = getattr(model, "get_base_model", None)  # of peft
     found = model if get_base_model is None else get_base_model()
     if not hasattr(found, "config") or not hasattr(found, "set_attn_implementation"):

@@ -213,7 +213,8 @@ def _check_shape(sequence: Sequence, batch_size: int, *lengths: int) -> None:
 # ---- one forward for each prepared batch -----------------------------------------------------------------------------
 
 
-_NUM_PREPARED = 64  # batches of one model that were prepared and are still to run
+# (tokens, what they are a part of), of batches that were prepared and may still run.
+_prepared: deque[tuple[weakref.ref[Tensor], Sequence]] = deque(maxlen=256)
 
 
 def announce(base: Any, sequence: Sequence, inputs: Mapping[str, Any]) -> None:
@@ -226,36 +227,33 @@ def announce(base: Any, sequence: Sequence, inputs: Mapping[str, Any]) -> None:
         inner = getattr(base, "base_model", base)
         if inner is not base:  # called without its head
             inner.register_forward_pre_hook(watch.before_inner, with_kwargs=True)
-    configs = {id(module.config): module.config for module in base.modules() if hasattr(module, "config")}
-    watch.expect(configs, sequence, inputs)
+    watch.configs = {id(module.config): module.config for module in base.modules() if hasattr(module, "config")}
+    for key, config in watch.configs.items():
+        if key not in _announced:
+            weakref.finalize(config, _announced.pop, key, None)
+        _announced[key] = sequence
+    tokens = inputs.get("input_ids")
+    _prepared.append((weakref.ref(inputs["inputs_embeds"] if tokens is None else tokens), sequence))
 
 
 class _Watch:
-    """Sees to it that a model is given batches that were prepared for it, and that its layers attend by dtcp."""
+    """Sees to it that a model is given batches that were prepared, and that its layers attend by dtcp."""
 
     def __init__(self) -> None:
-        self._prepared: deque[tuple[weakref.ref[Tensor], Sequence]] = deque(maxlen=_NUM_PREPARED)
-        self._configs: dict[int, Any] = {}
+        self.configs: dict[int, Any] = {}
         self._running: Sequence | None = None
         self._calls_before = 0
-
-    def expect(self, configs: dict[int, Any], sequence: Sequence, inputs: Mapping[str, Any]) -> None:
-        tokens = inputs.get("input_ids")
-        self._configs = configs
-        self._prepared.append((weakref.ref(inputs["inputs_embeds"] if tokens is None else tokens), sequence))
 
     def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if base.config._attn_implementation != IMPLEMENTATION:
             return
         given = dict(zip(inspect.signature(base.forward).parameters, args, strict=False)) | kwargs
         tokens = given.get("input_ids")
-        sequence = self._find(given.get("inputs_embeds") if tokens is None else tokens)
+        sequence = _find(given.get("inputs_embeds") if tokens is None else tokens)
         if sequence is None or given.get("position_ids") is None:
             raise RuntimeError(_NOT_PREPARED)
         _refuse_inputs(given)
-        for key, config in self._configs.items():
-            if key not in _announced:
-                weakref.finalize(config, _announced.pop, key, None)
+        for key in self.configs:
             _announced[key] = sequence
         self._running, self._calls_before = sequence, sequence.num_calls
 
@@ -277,18 +275,19 @@ class _Watch:
                 "model does; such models are not available"
             )
 
-    def _find(self, tokens: Any) -> Sequence | None:
-        """What was prepared with these tokens, or with those that they are a view of, as wrappers make them."""
-        if not isinstance(tokens, Tensor):
-            return None
-        for reference, sequence in reversed(self._prepared):
-            prepared = reference()
-            if prepared is not None and (
-                prepared is tokens
-                or (prepared.shape == tokens.shape and prepared.data_ptr() == tokens.data_ptr() and tokens.numel() > 0)
-            ):
-                return sequence
+
+def _find(tokens: Any) -> Sequence | None:
+    """What was prepared with these tokens, or with those that they are a view of, as wrappers make them."""
+    if not isinstance(tokens, Tensor):
         return None
+    for reference, sequence in reversed(_prepared):
+        prepared = reference()
+        if prepared is not None and (
+            prepared is tokens
+            or (prepared.shape == tokens.shape and prepared.data_ptr() == tokens.data_ptr() and tokens.numel() > 0)
+        ):
+            return sequence
+    return None
 
 
 def _refuse_inputs(given: Mapping[str, Any]) -> None:
