@@ -53,7 +53,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
     return int(text)
-
-
-if __name__ == "__main__":
-    main()

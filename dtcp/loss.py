@@ -19,6 +19,8 @@ from dtcp.vocabulary import vocabulary_parallel_cross_entropy
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+IGNORED = -100  # label of a token without a target, torch's and transformers' default
+
 
 def count_valid_tokens(labels: Tensor, *, mesh: DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:
     """Return how many labels of all ranks of ``mesh`` are not ``ignore_index``: 0-d int64 tensor.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def main() -> None:
     else:
         from accelerate import ParallelismConfig
 
-        world = int(__import__("os").environ.get("WORLD_SIZE", 1))
+        world = int(os.environ.get("WORLD_SIZE", 1))
         dims = dims_of(ParallelismConfig(cp_size=min(world, 2), dp_shard_size=max(world // 2, 1)))
         kind = ContextParallelTrainer if is_short else _in_order(ContextParallelTrainer)
         trainer = kind(**how, dims=dims)

@@ -19,11 +19,11 @@ _BASE = {
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
 
-def _decoder(kind: str, **more: Any) -> Callable[[], Any]:
+def _decoder(kind: str, text: str = "", **more: Any) -> Callable[[], Any]:
     def make() -> Any:
         import transformers
 
-        config = getattr(transformers, f"{kind}Config")(**_BASE | more)
+        config = getattr(transformers, f"{kind}{text}Config")(**_BASE | more)
         return config, getattr(transformers, f"{kind}ForCausalLM")
 
     return make
@@ -84,7 +84,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": _decoder("Qwen3"),
     "mistral with a window": _decoder("Mistral", sliding_window=6),
     "gemma2": _decoder("Gemma2", attn_logit_softcapping=3.0, **_ALTERNATING),
-    "gemma3": _decoder("Gemma3", **_ALTERNATING),
+    "gemma3": _decoder("Gemma3", "Text", **_ALTERNATING),
     "gpt_oss": _decoder("GptOss", num_local_experts=4, num_experts_per_tok=2, **_ALTERNATING),
     "olmo2": _decoder("Olmo2"),
     "phi3": _decoder("Phi3", sliding_window=9),
@@ -101,11 +101,6 @@ def build(name: str, attn_implementation: str) -> Any:
     """The model ``name``, the same on every rank, with queries and keys so large that attention is peaked."""
     dtype = torch.float32 if name == "gpt_oss" else torch.float64  # whose experts know no float64
     config, kind = (MODELS | OTHERS)[name]()
-    if "Gemma3" in type(config).__name__:
-        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-        config, kind = Gemma3TextConfig(**_BASE | _ALTERNATING), Gemma3ForCausalLM
-    config._attn_implementation = attn_implementation
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation=attn_implementation).to(dtype)
     generator = torch.Generator().manual_seed(1)

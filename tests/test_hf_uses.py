@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -141,17 +139,11 @@ def mix_models(rank, world):
     part = dtcp_hf.prepare(one.model, {k: v for k, v in batches[0].items() if k != "labels"}, dims)
     one.model(**part)
     one(**dtcp_hf.prepare(one, batches[0], dims))
-    with refused(RuntimeError, "did not come from"):
+    with pytest.raises(RuntimeError, match="did not come from"):
         one.model(input_ids=parts[0]["input_ids"].clone(), position_ids=parts[0]["position_ids"])
     wrapped = nn.parallel.DistributedDataParallel(one)
-    with refused(NotImplementedError, "DistributedDataParallel over the context parallel ranks"):
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel over the context parallel ranks"):
         wrapped(**dtcp_hf.prepare(one, batches[0], dims))
-
-
-@contextlib.contextmanager
-def refused(kind, message):
-    with pytest.raises(kind, match=message):
-        yield
 
 
 def misuse(rank, world):
@@ -160,45 +152,45 @@ def misuse(rank, world):
     dims = parallel_dims(world)
     batch, model = make_batch([22]), build("llama", "dtcp")
     tokens, positions = batch["input_ids"], batch["position_ids"]
-    with refused(RuntimeError, "did not come from dtcp.integrations.transformers.prepare"):
+    with pytest.raises(RuntimeError, match="did not come from dtcp.integrations.transformers.prepare"):
         model(input_ids=tokens)
     part = dtcp_hf.prepare(model, batch, dims)
-    with refused(ValueError, "cut already"):
+    with pytest.raises(ValueError, match="cut already"):
         dtcp_hf.prepare(model, part, dims)
-    with refused(RuntimeError, "did not come from"):
+    with pytest.raises(RuntimeError, match="did not come from"):
         model(**part | {"input_ids": part["input_ids"].clone()})
-    with refused(RuntimeError, "did not come from"):
+    with pytest.raises(RuntimeError, match="did not come from"):
         model.generate(input_ids=tokens, max_new_tokens=2)
-    with refused(ValueError, "labels must not be given to a model with a cut sequence"):
+    with pytest.raises(ValueError, match="labels must not be given to a model with a cut sequence"):
         model(**part, labels=part.labels)
-    with refused(NotImplementedError, "use_cache=True"):
+    with pytest.raises(NotImplementedError, match="use_cache=True"):
         model(**part | {"use_cache": True})
-    with refused(NotImplementedError, "output_attentions=True"):
+    with pytest.raises(NotImplementedError, match="output_attentions=True"):
         model(**part, output_attentions=True)
-    with refused(ValueError, "labels are shifted already"):
+    with pytest.raises(ValueError, match="labels are shifted already"):
         dtcp_hf.prepare(model, batch | {"labels": dtcp.shift_labels(tokens)}, dims)
-    with refused(ValueError, "set_attn_implementation"):
+    with pytest.raises(ValueError, match="set_attn_implementation"):
         dtcp_hf.prepare(build("llama", "sdpa"), batch, dims)
-    with refused(ValueError, "padding has labels"):
+    with pytest.raises(ValueError, match="padding has labels"):
         dtcp_hf.prepare(model, batch | {"attention_mask": (positions < 20).long(), "labels": tokens}, dims)
     holes = torch.ones_like(tokens)
     holes[:, 5] = 0
-    with refused(NotImplementedError, "between tokens of one document"):
+    with pytest.raises(NotImplementedError, match="between tokens of one document"):
         dtcp_hf.prepare(model, {"input_ids": tokens, "attention_mask": holes}, dims)
-    with refused(NotImplementedError, "does not know how to cut pixel_values"):
+    with pytest.raises(NotImplementedError, match="does not know how to cut pixel_values"):
         dtcp_hf.prepare(model, batch | {"pixel_values": torch.zeros(2, 22, 3)}, dims)
-    with refused(ValueError, "no option 'stratgy'"):
+    with pytest.raises(ValueError, match="no option 'stratgy'"):
         dtcp_hf.prepare(model, batch, dims, stratgy="ring")
-    with refused(ValueError, "differ"):
+    with pytest.raises(ValueError, match="differ"):
         dtcp_hf.prepare(model, batch | {"input_ids": tokens + rank}, dims)
     cut = dtcp.shard(batch["position_ids"], dims.view("cp"), dtcp.make_layout("head_tail", seq_len=22, cp=world))
-    with refused(ValueError, "hold different data"):
+    with pytest.raises(ValueError, match="hold different data"):
         dtcp_hf.prepare(model, {"input_ids": tokens[:, :11], "position_ids": cut[:, :11]}, dims)
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     part = dtcp_hf.prepare(model, batch, dims)
-    with refused(NotImplementedError, "drops attention weights with probability 0.1"):
+    with pytest.raises(NotImplementedError, match="drops attention weights with probability 0.1"):
         model(**part)
     refuse_models(dtcp_hf, dims)
 
@@ -230,11 +222,11 @@ def refuse_models(dtcp_hf, dims):
     ):  # fmt: skip
         for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
             config._attn_implementation = "dtcp"
-        with refused((NotImplementedError, RuntimeError, ValueError), message):
+        with pytest.raises((NotImplementedError, RuntimeError, ValueError), match=message):
             model(**dtcp_hf.prepare(model, batch, dims, shift_labels=False))
-    with refused(NotImplementedError, "does not know the mask 'or_masks'"):
+    with pytest.raises(NotImplementedError, match="does not know the mask 'or_masks'"):
         pattern_of(masking_utils.or_masks(masking_utils.causal_mask_function))
-    with refused(NotImplementedError, "'<lambda>'|'refuse_models'"):
+    with pytest.raises(NotImplementedError, match="'<lambda>'|'refuse_models'"):
         pattern_of(lambda b, h, q, k: q >= k)
     phi = transformers.Phi3Config(
         **base, pad_token_id=0, max_position_embeddings=64, original_max_position_embeddings=16,
@@ -242,7 +234,7 @@ def refuse_models(dtcp_hf, dims):
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
         },
     )  # fmt: skip
-    with refused(NotImplementedError, "longrope.*beyond 16 positions, got 17"):
+    with pytest.raises(NotImplementedError, match="longrope.*beyond 16 positions, got 17"):
         check_rotary(transformers.Phi3ForCausalLM(phi), 17)
     check_rotary(transformers.Phi3ForCausalLM(phi), 16)
 

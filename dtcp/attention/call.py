@@ -48,20 +48,6 @@ class Call:
     kv_grad_dtype: torch.dtype | None = None
     merged: int = 1
 
-    def merge(
-        self,
-        layout: SequenceLayout,
-        kv_layout: SequenceLayout,
-        degree: int,
-        modifiers: Modifiers,
-        dropout: CallDropout | None,
-    ) -> Call:
-        """The call over ``degree`` ranks' tokens at a time. Not by ``replace``, which costs three times as much."""
-        return Call(
-            self.group, layout, kv_layout, self.mask, self.scale, self.kernel, dropout, modifiers, self.kv_grad_dtype,
-            degree,
-        )  # fmt: skip
-
     @property
     def rank(self) -> int:
         """Of the layouts."""

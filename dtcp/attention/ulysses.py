@@ -221,7 +221,9 @@ class Ulysses:
             )
         layout = call.layout.merge(degree)
         kv_layout = layout if call.kv_layout is call.layout else call.kv_layout.merge(degree)
-        return call.merge(layout, kv_layout, degree, modifiers, dropout)
+        return dataclasses.replace(
+            call, layout=layout, kv_layout=kv_layout, merged=degree, modifiers=modifiers, dropout=dropout
+        )
 
     def _to_heads(self, x: Tensor, heads: tuple[range, ...]) -> Tensor:
         """(B, H, S_local, E) of queries as (B, h, S_merged, E)."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dtcp.doctor.compare import CLEAR, TOLERANCE, Deviation
 from dtcp.doctor.own import hooked_parameters
-from dtcp.doctor.reference import EVERY, IGNORED, Fault, Outcome, Reference
+from dtcp.doctor.reference import EVERY, Fault, Outcome, Reference
 from dtcp.doctor.subject import Subject
 from dtcp.layout import SequenceLayout
+from dtcp.loss import IGNORED
 
 Gradients = Mapping[str, Tensor]
 MOST_SINGLES = 32  # biases that are tried out one by one

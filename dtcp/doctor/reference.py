@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from dtcp.doctor.alone import alone
 from dtcp.doctor.dense import Within, attend_densely, confined
+from dtcp.loss import IGNORED
 
-IGNORED = -100
 ROUNDING = 1e-5  # relative, of float32 sums in another order
 
 

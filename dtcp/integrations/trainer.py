@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from transformers import Trainer
 
-from dtcp.integrations.transformers import IGNORED, count_targets, prepare
+from dtcp.integrations.transformers import PreparedBatch, count_targets, prepare
+from dtcp.loss import IGNORED
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.gradients import reduce_gradients
 from dtcp.shard import check_same_batch
@@ -51,6 +52,8 @@ class ContextParallelTrainer(Trainer):
     Raises:
         ValueError: If ranks start from different weights, or ``args`` shard or average by themselves.
     """
+
+    control: Any  # which Trainer declares nowhere
 
     def __init__(
         self,
@@ -117,30 +120,34 @@ class ContextParallelTrainer(Trainer):
         """The microbatches of a step, and the targets in those of all ranks."""
         batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         count = torch.tensor(sum(count_targets(self.model, batch) for batch in batches), device=device)
-        if self._dims.view("batch").size() > 1:
-            dist.all_reduce(count, group=self._dims.view("batch").get_group())
-        return batches, count
+        return batches, self._total(count, "batch")
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         share = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             reduce_gradients(model, self._dims)
         # What Trainer takes the mean of over the ranks.
-        return self._total(share.detach())
+        return self._total(share.detach(), "loss")
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """This rank's share of the step's loss."""
-        batch = prepare(model, inputs, self._dims, layout=self._layout, **self._how)
+        batch = self._prepared(inputs, num_items_in_batch)
         outputs = model(**batch)
-        loss = batch.loss(outputs.logits, num_valid_tokens=num_items_in_batch)
+        loss = batch.loss(outputs.logits)
         return (loss, outputs) if return_outputs else loss
 
-    def _total(self, share: Tensor) -> Tensor:
-        total = share.clone()
-        if self._dims.view("loss").size() > 1:
-            dist.all_reduce(total, group=self._dims.view("loss").get_group())
+    def _prepared(self, inputs: dict[str, Any], num_valid_tokens: Any) -> PreparedBatch:
+        return prepare(
+            self.model, inputs, self._dims, layout=self._layout, num_valid_tokens=num_valid_tokens, **self._how
+        )
+
+    def _total(self, share: Tensor, view: str) -> Tensor:
+        """The sum over the ranks of a view of the mesh."""
+        total, mesh = share.clone(), self._dims.view(view)
+        if mesh.size() > 1:
+            dist.all_reduce(total, group=mesh.get_group())
         return total
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
@@ -171,18 +178,17 @@ class ContextParallelTrainer(Trainer):
             batch = self._prepare_inputs(self.data_collator([dataset[i] for i in own or range(start, start + 1)]))
             if not own:
                 batch["labels"] = torch.full_like(batch["labels"], IGNORED)
-            part = prepare(self.model, batch, self._dims, layout=self._layout, **self._how)
+            part = self._prepared(batch, 1)
             with self.compute_loss_context_manager():
-                loss = part.loss(self.model(**part).logits, num_valid_tokens=1)
+                loss = part.loss(self.model(**part).logits)
             assert part.labels is not None
             total += torch.stack([loss.double(), (part.labels != IGNORED).sum()])
         self.model.train(was_training)
-        total = self._total(total)
+        total = self._total(total, "loss")
         mean = total[0].item() / max(total[1].item(), 1)
         metrics = {f"{metric_key_prefix}_loss": mean, f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0))}
         self.log(metrics)
-        told: Any = self.callback_handler.on_evaluate(self.args, self.state, getattr(self, "control"), metrics)  # noqa: B009
-        self.control = told
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

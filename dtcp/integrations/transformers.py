@@ -37,15 +37,12 @@ from dtcp.integrations.transformers_checks import (
 )
 from dtcp.integrations.transformers_positions import default_positions, refuse_own_positions
 from dtcp.layout import SequenceLayout, make_layout
-from dtcp.loss import count_valid_tokens, token_loss
+from dtcp.loss import IGNORED, count_valid_tokens, token_loss
 from dtcp.shard import check_same_batch, shard
 from dtcp.shard import shift_labels as shift_labels_of
 
 if TYPE_CHECKING:
     from dtcp.mesh import ParallelDims
-
-IGNORED = -100
-
 
 class PreparedBatch(dict[str, Any]):
     """What ``model(**batch)`` takes: this rank's part of a batch. Labels are kept apart, since they are shifted.
@@ -53,11 +50,12 @@ class PreparedBatch(dict[str, Any]):
     Attributes:
         labels: Target of each token here, int64 (B, S_local), −100 where there is none; None without labels.
         layout: Who holds which tokens.
-        num_valid_tokens: Targets of all ranks of ``dims.view("loss")``, 0-d; None without labels.
+        num_valid_tokens: What the loss is divided by: targets of all ranks of ``dims.view("loss")``, 0-d, or what
+            `prepare` was given; None without labels.
     """
 
     def __init__(
-        self, inputs: Mapping[str, Any], labels: Tensor | None, layout: SequenceLayout, count: Tensor | None
+        self, inputs: Mapping[str, Any], labels: Tensor | None, layout: SequenceLayout, count: Tensor | int | None
     ) -> None:
         super().__init__(inputs)
         self.labels, self.layout, self.num_valid_tokens = labels, layout, count
@@ -86,6 +84,7 @@ def prepare(
     layout: str | SequenceLayout = "head_tail",
     documents: Documents | None = None,
     shift_labels: bool | None = None,
+    num_valid_tokens: Tensor | int | None = None,
     pad_value: int = 0,
     **how: Any,
 ) -> PreparedBatch:
@@ -102,6 +101,8 @@ def prepare(
             each.
         shift_labels: Whether the target of a token is the label of the next one; None asks the model: yes for causal
             language models, no for masked ones.
+        num_valid_tokens: What the loss is divided by, where several batches make one step: the sum of their
+            `count_targets`, over ``dims.view("batch")``. None: the targets of this batch on all ranks, counted here.
         pad_value: Token that fills a sequence that does not divide. Nothing sees it, and it has no label.
         how: ``strategy``, ``ulysses_degree``, ``ranks_per_node``, ``kv_grad_dtype``, ``rates`` and ``kernel`` of
             ``dtcp.context_parallel_attention``.
@@ -135,12 +136,15 @@ def prepare(
     }
     if "use_cache" in inspect.signature(base.forward).parameters:
         cut["use_cache"] = False
-    local_labels = count = None
-    if labels is not None:
+    local_labels = None
+    if labels is None:
+        num_valid_tokens = None
+    else:
         local_labels = shard(labels, mesh, whole, pad_value=IGNORED)
-        count = count_valid_tokens(local_labels, mesh=dims.view("loss"))
+        if num_valid_tokens is None:
+            num_valid_tokens = count_valid_tokens(local_labels, mesh=dims.view("loss"))
     announce(base, Sequence(dims, whole, documents, shape[0], how), cut)
-    return PreparedBatch(cut, local_labels, whole, count)
+    return PreparedBatch(cut, local_labels, whole, num_valid_tokens)
 
 
 def count_targets(model: nn.Module, batch: Mapping[str, Any], documents: Documents | None = None) -> int:

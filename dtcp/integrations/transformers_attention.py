@@ -31,7 +31,7 @@ IMPLEMENTATION = "dtcp"
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """What `prepare` has told a model of the batch that comes next.
+    """What `prepare` has told of a batch.
 
     Attributes:
         documents: None where every row is one document without padding.
@@ -211,7 +211,6 @@ def _check_shape(sequence: Sequence, batch_size: int, *lengths: int) -> None:
 
 
 # ---- one forward for each prepared batch -----------------------------------------------------------------------------
-
 
 # (tokens, what they are a part of), of batches that were prepared and may still run.
 _prepared: deque[tuple[weakref.ref[Tensor], Sequence]] = deque(maxlen=256)

@@ -93,7 +93,7 @@ def check_modules(base: nn.Module) -> None:
             )
         if isinstance(module, _MIXERS):
             raise NotImplementedError(
-                f"{path} ({type(module).__name__}) of {type(base).__name__} mixes neighbouring tokens, of which a rank "
+                f"{path} ({type(module).__name__}) of {name} mixes neighbouring tokens, of which a rank "
                 "has some only; such models are not available"
             )
 

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtcp.loss import IGNORED
 from dtcp.mesh import ParallelDims
 from dtcp.parallelize.fsdp import free_full_parameters
 from dtcp.train.batch import Microbatch, Rows, masked_labels
 from dtcp.train.config import EvaluationConfig
 from dtcp.train.data import TextDataset
-
-IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
