@@ -1,6 +1,8 @@
 """Models and plans of a user's own, that the doctor's tests name by import path."""
 
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -221,6 +223,67 @@ class Divided(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad / get_world_size()
+
+
+class Auxiliary(torch.autograd.Function):
+    """The identity, with a gradient beside the loss's: that of an auxiliary loss, a mean over tokens or a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, is_mean: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.is_mean = is_mean
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad + 0.01 * x / (x[..., 0].numel() if ctx.is_mean else 100), None
+
+
+class Normalised(torch.autograd.Function):
+    """The identity, with a gradient of length 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / (grad.norm() + 1e-12)
+
+
+class WithLast(Model):
+    """Does something to its logits."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.last(super().forward(tokens, positions))
+
+
+def make_with_mean_beside_the_loss() -> nn.Module:
+    return WithLast(lambda x: Auxiliary.apply(x, True))
+
+
+def make_with_sum_beside_the_loss() -> nn.Module:
+    return WithLast(lambda x: Auxiliary.apply(x, False))
+
+
+def make_with_normalised_gradient() -> nn.Module:
+    return WithLast(Normalised.apply)
+
+
+def make_divided_by_length() -> nn.Module:
+    return WithLast(lambda x: x / x.size(1) ** 0.5)
+
+
+def make_with_hook_on_output() -> nn.Module:
+    """Looks at gradients by a hook on what a block gives, which has to require them."""
+    model = Model()
+    model.layers[0].register_forward_hook(lambda module, args, output: output.register_hook(lambda g: None) and None)
+    return model
 
 
 class ByWorld(Model):

@@ -21,6 +21,8 @@ def run_doctor(rank: int, world: int, overrides: str) -> Report:
 OWN_FAULTS = [  # of models of the user's, by the context's door
     ("make_centred_behind_zeros", "something in the model mixes tokens", "layers.0.qkv.weight have no"),
     ("make_with_buffer_of_the_rank", "problem: ranks begin with different buffers: state;", "none of the known faults"),
+    ("make_with_normalised_gradient", "the gradients do not double where the loss does", "counted more"),
+    ("make_divided_by_length", "what a token gives depends on how long the sequence is", "counted more"),
     ("make_with_clipping_hook", "it looks like this: layers.0.qkv.weight: a hook on the gradient", "counted more than"),
 ]
 
@@ -57,6 +59,22 @@ def test_rows_that_are_mixed_are_wrong_with_one_row_a_rank_too(ranks: Ranks):
     overrides = "doctor.model=doctor_models:make_that_mixes_rows mesh.dp_shard=2 doctor.seq_len=13 doctor.rows=2"
     report = ranks.run(2, run_doctor, overrides)[0]
     assert report.comparisons[0].is_right and report.exit_code == 1 and "mixes the rows" in str(report)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_gradient_that_is_not_of_the_loss_is_wrong_with_as_many_rows_as_ranks_too(ranks: Ranks, rows: int):
+    """Where both add the same: each rank its own, and one rank one for each row."""
+    model = "doctor.model=doctor_models:make_with_mean_beside_the_loss"
+    report = ranks.run(2, run_doctor, f"{model} mesh.cp=2 doctor.door=context doctor.rows={rows}")[0]
+    assert report.comparisons[0].is_right == (rows == 2)
+    assert report.exit_code == 1 and "the model adds a gradient that is not of the loss" in str(report), str(report)
+    assert "none of the known faults" not in str(report)
+
+
+@pytest.mark.parametrize("model", ["make_with_sum_beside_the_loss", "make_with_hook_on_output"])
+def test_a_gradient_of_each_token_alone_and_one_that_is_looked_at_are_right(ranks: Ranks, model: str):
+    overrides = f"doctor.model=doctor_models:{model} mesh.cp=2 doctor.door=context doctor.rows=2"
+    assert ranks.run(2, run_doctor, overrides)[0].exit_code == 0
 
 
 @pytest.mark.parametrize(("model", "mesh"), [("make_that_tells_the_world", "dp_shard"), ("make_staged", "pp")])
@@ -97,6 +115,14 @@ def test_a_rank_whose_peer_is_gone_says_that_it_is_a_consequence():
         told_in_one_line(nn.Linear(1, 1), "the step", num_ids=1, seq_len=1),
     ):
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:30593. This is typically caused by …")
+
+
+def test_an_embedding_that_a_later_stage_has_and_gives_the_stream_to_is_explained():
+    with (
+        pytest.raises(ValueError, match="it is given the residual stream and no ids: .* tied_modules names it"),
+        told_in_one_line(model := nn.ModuleDict({"embedding": nn.Embedding(3, 2)}), "the step", num_ids=3, seq_len=1),
+    ):
+        model["embedding"](torch.zeros(1, 1, 2))
 
 
 def test_two_parameters_that_are_one_on_one_rank_are_named():

@@ -412,6 +412,17 @@ def test_a_key_that_matches_nothing_is_refused(ranks):
     ranks.run_expecting(2, refuse, ValueError, message, "gpt", {"plan": plan}, {})
 
 
+def refuse_weight_norm(rank: int, world: int) -> None:
+    model = make_model("gpt")
+    torch.nn.utils.parametrizations.weight_norm(model.layers["0"].feed_forward.down)
+    dtcp.apply_tensor_parallel(model, make_dims(tp=world))
+
+
+def test_a_weight_that_is_computed_at_each_use_is_refused(ranks):
+    message = r"cuts layers\.0\.feed_forward\.down, whose weight is parametrized .*remove_parametrizations before"
+    ranks.run_expecting(2, refuse_weight_norm, ValueError, message)
+
+
 def refuse_more(rank: int, world: int) -> None:
     dims, model = make_dims(tp=2), make_model("llama")
     with pytest.raises(ValueError, match="plan for GPT, Llama and TitanLlama3, got Linear; write one"):

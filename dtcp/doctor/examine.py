@@ -23,7 +23,8 @@ from dtcp.doctor.compare import (
     gather_weights,
 )
 from dtcp.doctor.config import DoctorJobConfig, Door, ReferenceDType
-from dtcp.doctor.hints import MIXES_ROWS, READS_WORLD, backward_of_attention, explain
+from dtcp.doctor.hints import ADDS_GRADIENTS, MIXES_ROWS, READS_WORLD, backward_of_attention, explain
+from dtcp.doctor.probes import adds_gradients_by_rows, mixes_rows
 from dtcp.doctor.reached import unexamined
 from dtcp.doctor.record import Recording, Traffic, record
 from dtcp.doctor.reference import Outcome, Reference
@@ -38,6 +39,9 @@ MOST_HALF = 0.5  # relative, at all: what is farther off is wrong, whatever one 
 MOST_ROUNDING = 1e-3  # that float32 is forgiven: a model that amplifies it more cannot be told from a wrong one
 NOTHING = 1e-7  # of the global norm: a gradient so small is rounding, and its errors are not seen
 ROUNDING_FACTOR = 4.0  # of one rank's own error in float32, where that is near the limit
+
+
+_PROBES = ((mixes_rows, MIXES_ROWS), (adds_gradients_by_rows, ADDS_GRADIENTS))
 
 
 def examine(config: DoctorJobConfig, device: torch.device | str = "cpu") -> Report:
@@ -160,7 +164,7 @@ class _Examination:
 
     def _run_reference(self, subject: Subject) -> None:
         found: tuple[list[str], list[str], int] = [], [], 0
-        mixes_rows = False
+        problems: list[str] = []
         with agreed():
             if self.is_first:
                 assert self.reference is not None
@@ -168,13 +172,13 @@ class _Examination:
                 model = self.reference.model
                 with subject.told(model):
                     self.right = self.reference.run_in(torch.float64) if is_wide else self.reference.outcome
-                    mixes_rows = self.config.doctor.model is not None and self.reference.mixes_rows()
+                    if self.config.doctor.model is not None:
+                        problems = [text for probe, text in _PROBES if probe(self.reference)]
                     changed = self.reference.check_repeatable()
                 names = unexamined(model, self.right.gradients, self.right.grad_norm, NOTHING)
                 found = changed, names, sum(parameter.requires_grad for parameter in model.parameters())
         self.report.changed_buffers, self.report.unexamined, self.report.num_trainable = _from_first(found)
-        if _from_first(mixes_rows):
-            self.report.problems.append(MIXES_ROWS)
+        self.report.problems += _from_first(problems)
 
     def _limits_of_rounding(self, subject: Subject) -> dict[str, float]:
         """What float32 can do at all: one rank's own distance from float64, which then becomes the reference."""
@@ -219,7 +223,7 @@ class _Examination:
         return gathered, comparison
 
     def _explain(self, subject: Subject, gathered: dict[str, Tensor], comparison: Comparison) -> None:
-        if MIXES_ROWS in self.report.problems:
+        if any(text in self.report.problems for _, text in _PROBES):
             return  # which is enough: the reference takes rows one by one
         hints: list[str] = []
         attention = _errors_of_attention(subject)
@@ -265,7 +269,7 @@ class _Examination:
                 blocks = subject.named_blocks(model)
                 wanted = self.reference.count_attention_calls(blocks)
                 rows = len(subject.rows[0])
-                _, whole = record(lambda: self.reference.forward_of_rows(rows), blocks, None)  # type: ignore[union-attr]
+                _, whole = record(lambda: self.reference.forward(slice(0, rows)), blocks, None)  # type: ignore[union-attr]
                 kept = whole.kept_bytes
                 if subject.dims.cp > 1:
                     problems = _missed(wanted, self.report.attention_calls, self.config.doctor.door)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtcp.doctor.compare import CLEAR, TOLERANCE, Deviation
 from dtcp.doctor.own import hooked_parameters
+from dtcp.doctor.probes import adds_gradients, depends_on_length, depends_on_world, is_linear, mixes_tokens_elsewhere
 from dtcp.doctor.reference import EVERY, Fault, Outcome, Reference
 from dtcp.doctor.subject import Subject
 from dtcp.layout import SequenceLayout
@@ -32,6 +33,20 @@ READS_WORLD = (
     "computes by it, in its forward, in a hook or when it is made, where one rank has 1 and 0; leave sums and means "
     "over ranks to parallelize and its losses"
 )
+ADDS_GRADIENTS = (
+    "the model adds a gradient that is not of the loss: with a loss of zero its backward still gives one (an auxiliary "
+    "loss by an autograd.Function, as routers of experts have it; a hook). Every rank and microbatch adds its own, of "
+    "its own tokens, so it depends on the mesh; add that loss to the model's, as a sum over tokens"
+)
+_NOT_LINEAR = (
+    "the gradients do not double where the loss does: something clips or normalises them on their way (a backward hook "
+    "of a module or tensor, an autograd.Function), by what it sees of them on this rank; do it after the backward, to "
+    "all of a gradient"
+)
+_DEPENDS_ON_LENGTH = (
+    "what a token gives depends on how long the sequence is, beside attention (tokens.size(1), x.shape[1]), and a rank "
+    "has a part of it; take the length from the config, or compute by positions"
+)
 _GIVE_POSITIONS = "have it use the global ones, layout.positions(rank) or a buffer that context_parallel cuts"
 
 
@@ -46,8 +61,10 @@ def explain(
         deviations: Of all of them.
     """
     wrong = [deviation for deviation in deviations if deviation.is_wrong]
-    if subject.options.model is not None and reference.depends_on_world():
+    if subject.options.model is not None and depends_on_world(reference):
         return [READS_WORLD]
+    if subject.options.model is not None and adds_gradients(reference):
+        return [ADDS_GRADIENTS]
     hints = [*_untied(wrong, reference), *_unreduced(wrong, right)]
     left = {d.name for d in wrong if not d.complete_over}
     if not left:
@@ -66,9 +83,15 @@ def explain(
     if subject.dims.cp > 1 and _ignores_positions(subject, reference):
         hint = f"positions are local: the model does not read the positions that it is given; {_GIVE_POSITIONS}"
         return [*hints, hint]
-    if subject.dims.cp > 1 and reference.mixes_tokens_elsewhere():
+    if subject.dims.cp > 1 and mixes_tokens_elsewhere(reference):
         return [*hints, _MIXES_TOKENS]
-    return [*hints, *_hooked(wrong, reference), *_factors_of_some(wrong, subject)]
+    if subject.dims.cp > 1 and depends_on_length(reference):
+        return [*hints, _DEPENDS_ON_LENGTH]
+    if hooked := [*_hooked(wrong, reference)]:
+        return [*hints, *hooked]
+    if subject.options.model is not None and not is_linear(reference):
+        return [*hints, _NOT_LINEAR]
+    return [*hints, *_factors_of_some(wrong, subject)]
 
 
 def fit_all(gradients: Gradients, reference: Gradients) -> tuple[float, float]:

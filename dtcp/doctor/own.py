@@ -111,7 +111,13 @@ def told_in_one_line(model: nn.Module, what: str, *, num_ids: int, seq_len: int)
                 f"{one_line(told)[:100]})"
             ) from error
         more = ""
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and "scalar types" in str(told):
+            more = (
+                "; it is given the residual stream and no ids: a stage has it beside the first one because tied= or "
+                "tied_modules names it, and nothing else there has its weight; tie the head's to it (head.weight = "
+                "embedding.weight), or leave the name out"
+            )
+        elif isinstance(module, nn.Embedding):
             more = (
                 f"; it has {module.num_embeddings} rows, and the data's tokenizer has {num_ids} ids and the sequence "
                 f"{seq_len} positions: give the model more rows, or the job another data.tokenizer or a shorter "

@@ -7,9 +7,8 @@ Shapes: G rows of the whole batch, S = seq_len, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 from dtcp.doctor.alone import alone
 from dtcp.doctor.dense import Within, attend_densely, confined
 from dtcp.loss import IGNORED
-
-ROUNDING = 1e-5  # relative, of float32 sums in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +115,16 @@ class Reference:
             for x, value in zip([*self.model.parameters(), *self.model.buffers()], before, strict=True):
                 x.data = value
 
-    def run(self, fault: Fault = RIGHT) -> Outcome:
-        """Forward and backward, a row at a time: the gradients of rows are added in float32 at least."""
+    def run(self, fault: Fault = RIGHT, *, num_at_once: int = 1) -> Outcome:
+        """Forward and backward, so many rows at a time: their gradients are added in float32 at least."""
         labels = self.batch.labels if fault.labels is None else fault.labels
-        weights = fault.token_weights
-        if weights is None:
-            weights = torch.full(labels.shape, 1 / max(1, int((labels != IGNORED).sum())), dtype=torch.float64)
+        weights = even_weights(labels) if fault.token_weights is None else fault.token_weights
         total = 0.0
         gradients: dict[str, Tensor] = {}
-        for row in range(labels.size(0)):
+        for row in range(0, labels.size(0), num_at_once):
             self.model.zero_grad(set_to_none=True)
             with alone(sees_world=fault.sees_world):
-                loss = self._loss_of_row(slice(row, row + 1), labels, weights.to(labels.device), fault)
+                loss = self._loss_of_rows(slice(row, row + num_at_once), labels, weights.to(labels.device), fault)
                 loss.backward()
             total += float(loss.detach())
             for name, parameter in self.model.named_parameters():
@@ -138,10 +133,6 @@ class Reference:
                     gradients[name] = gradients[name] + wide if name in gradients else wide
         self.model.zero_grad(set_to_none=True)
         return Outcome(total, gradients)
-
-    def forward_of_rows(self, count: int) -> Tensor:
-        """Logits of the first rows, with everything kept for a backward."""
-        return self._forward(slice(0, count), RIGHT)
 
     @functools.cached_property
     def outcome(self) -> Outcome:
@@ -156,18 +147,18 @@ class Reference:
         """
         outcome = self.outcome
         changed = [name for name, x in self.model.named_buffers() if not torch.equal(x, self._buffers[name])]
-        is_same = _is_same(outcome, self.run())
+        gives_same = is_same(outcome, self.run())
         self._set_buffers(self._buffers)
         if changed:
             # What was changed by little may be read and make no difference this time.
-            reads = not is_same and _is_same(self._run_anew(), self._run_anew())
-            if reads or (is_same and not _is_same(outcome, self._run_anew(disturbed=changed))):
+            reads = not gives_same and is_same(self._run_anew(), self._run_anew())
+            if reads or (gives_same and not is_same(outcome, self._run_anew(disturbed=changed))):
                 raise ValueError(
                     f"the forward changes the buffer(s) {_first(changed)} and reads them, so it does not give the same "
                     "twice, and each rank changes them by its own tokens; update them after the step, from sums over "
                     "all ranks, or freeze them for the examination"
                 )
-        if not is_same:
+        if not gives_same:
             raise ValueError(
                 "the model does not give the same twice on one rank: it draws random numbers (F.dropout, randn), which "
                 "would differ on every mesh, keeps something from one call to the next (a counter, a parameter that "
@@ -190,51 +181,26 @@ class Reference:
         for name, buffer in self.model.named_buffers():
             buffer.copy_(values[name])
 
-    @torch.no_grad()
-    def mixes_tokens_elsewhere(self) -> bool:
-        """Whether a token changes others where every ``F.scaled_dot_product_attention`` sees its own token only."""
-        tokens = self.batch.tokens[:1]
-        changed = tokens.clone()
-        changed[0, 0] = (tokens[0, 0] + 1) % (int(tokens.max()) + 1)
-        parts = torch.arange(tokens.size(1), device=tokens.device)[None]
-        with _AttentionMode(parts, EVERY):
-            before = self._forward(slice(0, 1), RIGHT)
-        with _AttentionMode(parts, EVERY):
-            after = self._forward(slice(0, 1), dataclasses.replace(RIGHT, tokens=changed))
-        return not torch.equal(before[:, 1:], after[:, 1:])
+    @contextlib.contextmanager
+    def keeping_buffers(self) -> Iterator[None]:
+        """What the forward changes of them inside is undone."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        try:
+            yield
+        finally:
+            self._set_buffers(before)
 
-    @torch.no_grad()
-    def mixes_rows(self) -> bool:
-        """Whether a row's logits change with the row beside it, where the batch has two."""
-        tokens = self.batch.tokens
-        if tokens.size(0) < 2:
-            return False
-        changed = tokens.clone()
-        changed[1] = (tokens[1] + 1) % (int(tokens.max()) + 1)
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        before, after = (
-            self._forward(slice(0, 2), dataclasses.replace(RIGHT, tokens=x))[0].double() for x in (tokens, changed)
-        )
-        self._set_buffers(buffers)
-        return not float((after - before).norm()) <= ROUNDING * float(before.norm())
-
-    def depends_on_world(self) -> bool:
-        """Whether the model computes something else where it is told the job's number of ranks."""
-        other = self.run(Fault("", sees_world=True))
-        return not _is_same(self.outcome, other)
-
-    @torch.no_grad()
     def num_attention_calls(self) -> int:
         """How often a forward calls ``F.scaled_dot_product_attention``."""
-        mode = _AttentionMode()
+        mode = AttentionMode()
         with mode:
-            self._forward(slice(0, 1), RIGHT)
+            self.forward(slice(0, 1))
         return len(mode.callers)
 
     def count_attention_calls(self, blocks: Mapping[str, nn.Module]) -> dict[str, int]:
         """How often each block calls ``F.scaled_dot_product_attention`` when it is used first."""
         counts = dict.fromkeys(blocks, 0)
-        mode = _AttentionMode()
+        mode = AttentionMode()
         handles = []
         entered: set[str] = set()
 
@@ -245,8 +211,8 @@ class Reference:
         for name, block in blocks.items():
             handles.append(block.register_forward_pre_hook(lambda *_, name=name: enter(name)))
             handles.append(block.register_forward_hook(lambda *_: mode.enter(None)))
-        with torch.no_grad(), mode:
-            self._forward(slice(0, 1), RIGHT)
+        with mode:
+            self.forward(slice(0, 1))
         for handle in handles:
             handle.remove()
         for caller in mode.callers:
@@ -254,23 +220,29 @@ class Reference:
                 counts[caller] += 1
         return counts
 
-    def _loss_of_row(self, row: slice, labels: Tensor, weights: Tensor, fault: Fault) -> Tensor:
+    def _loss_of_rows(self, rows: slice, labels: Tensor, weights: Tensor, fault: Fault) -> Tensor:
         parts = fault.parts
-        with _AttentionMode(parts if parts is None or parts.size(0) == 1 else parts[row], fault.layer):
-            logits = self._forward(row, fault)
+        with AttentionMode(parts if parts is None or parts.size(0) == 1 else parts[rows], fault.layer):
+            logits = self.forward(rows, fault)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits.flatten(0, 1), labels[row].flatten(), ignore_index=IGNORED, reduction="none")
-        return (losses * weights[row].flatten().to(losses.dtype)).sum()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels[rows].flatten(), ignore_index=IGNORED, reduction="none")
+        return (losses * weights[rows].flatten().to(losses.dtype)).sum()
 
-    def _forward(self, row: slice, fault: Fault) -> Tensor:
+    def forward(self, rows: slice, fault: Fault = RIGHT, *, length: int | None = None) -> Tensor:
+        """Logits of some rows, or of their first ``length`` tokens, with everything kept for a backward."""
         batch = self.batch
+        seq_len = batch.tokens.size(1)
         positions = batch.positions if fault.positions is None else fault.positions
-        tokens = (batch.tokens if fault.tokens is None else fault.tokens)[row]
-        inputs = {"positions": positions[row]} | {name: value[row] for name, value in batch.more.items()}
+        tokens = batch.tokens if fault.tokens is None else fault.tokens
+
+        def part(x: Tensor) -> Tensor:
+            return x[rows, :length] if x.ndim > 1 and x.size(1) == seq_len else x[rows]
+
+        inputs = {"positions": part(positions)} | {name: part(value) for name, value in batch.more.items()}
         documents = None if fault.crosses_documents else batch.documents
-        within = contextlib.nullcontext() if documents is None else Within(documents[row])
+        within = contextlib.nullcontext() if documents is None else Within(part(documents))
         with alone(sees_world=fault.sees_world), within:
-            return self._call(tokens, inputs, fault)
+            return self._call(part(tokens), inputs, fault)
 
     def _call(self, tokens: Tensor, inputs: dict[str, Tensor], fault: Fault) -> Tensor:
         if not fault.scaled:
@@ -285,7 +257,13 @@ def _first(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
-def _is_same(one: Outcome, other: Outcome) -> bool:
+def even_weights(labels: Tensor) -> Tensor:
+    """Return what each token's loss counts in the mean over all valid ones, float64 (G, S)."""
+    return torch.full(labels.shape, 1 / max(1, int((labels != IGNORED).sum())), dtype=torch.float64)
+
+
+def is_same(one: Outcome, other: Outcome) -> bool:
+    """Whether loss and gradients agree bitwise."""
     return one.loss == other.loss and all(
         torch.equal(other.gradients[name], gradient) for name, gradient in one.gradients.items()
     )
@@ -305,7 +283,7 @@ def check_logits(output: Any, tokens: Tensor) -> Tensor:
     return output
 
 
-class _AttentionMode(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
     """Counts attention calls by the block they are made in, and confines one of them to the tokens of a part."""
 
     def __init__(self, parts: Tensor | None = None, layer: int = -1) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -35,7 +36,7 @@ from dtcp.parallelize.dropout import HeadParallelDropout, SequenceParallelDropou
 from dtcp.parallelize.shared import keep_shared, shared_parameters
 from dtcp.parallelize.sinks import HeadParallelSinks
 from dtcp.parallelize.styles import ReplicatedParameters, SharedInputColumns, VocabularyParallelEmbedding
-from dtcp.parallelize.unmatched import refuse_unmatched_keys, visit_once
+from dtcp.parallelize.unmatched import refuse_parametrized, refuse_unmatched_keys, visit_once
 
 Plan = dict[str, ParallelStyle]
 
@@ -115,7 +116,8 @@ def apply_tensor_parallel(
 
     Raises:
         ValueError: If heads or features do not divide by tp, a key of the plan matches no module, ``model`` is
-            parallel already, or the plan cuts a parameter in one way and another that is the same one in another.
+            parallel already, or the plan cuts a parameter in one way and another that is the same one in another, or
+            one that is parametrized.
         NotImplementedError: If ``model`` has an ``nn.Dropout`` that acts: each rank would draw a mask of its own.
     """
     if dims.tp == 1:
@@ -124,6 +126,7 @@ def apply_tensor_parallel(
         plan = tensor_parallel_plan(model, sequence_parallel=sequence_parallel)
     _check_model(model, dims.tp)
     refuse_unmatched_keys(model, plan)
+    refuse_parametrized(model, plan, (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput))
     shared = shared_parameters(model)
     parallelize_module(model, dims.view("tp"), visit_once(model, plan))
     keep_shared(shared)

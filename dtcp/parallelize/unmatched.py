@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.utils import parametrize
 
 
 def refuse_unmatched_entries(style: type[ParallelStyle]) -> None:
@@ -29,6 +30,24 @@ def refuse_unmatched_keys(model: nn.Module, plan: Mapping[str, ParallelStyle]) -
             raise ValueError(
                 f"plan key {key!r} matches no module of {type(model).__name__}, and its part would stay whole on every "
                 f"rank; its modules are {_some_names(model)}"
+            )
+
+
+def refuse_parametrized(model: nn.Module, plan: Mapping[str, ParallelStyle], passing: tuple[type, ...]) -> None:
+    """Raise ``ValueError`` if an entry would cut a weight that is computed from others at each use.
+
+    Args:
+        passing: Kinds of entries that leave parameters alone.
+    """
+    for name, module in model.named_modules():
+        key = next((k for k, style in plan.items() if not isinstance(style, passing) and _is_name_of(name, k)), None)
+        if key is not None and parametrize.is_parametrized(module):
+            computed: Any = module.parametrizations
+            raise ValueError(
+                f"plan key {key!r} cuts {name}, whose {', '.join(computed)} is parametrized "
+                "(torch.nn.utils.parametrize: weight_norm, spectral_norm): computed from other "
+                "tensors at each use, by all of them; torch.nn.utils.parametrize.remove_parametrizations before, or "
+                "leave it out of the plan"
             )
 
 
