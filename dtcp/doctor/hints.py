@@ -87,11 +87,10 @@ def explain(
         return [*hints, _MIXES_TOKENS]
     if subject.dims.cp > 1 and depends_on_length(reference):
         return [*hints, _DEPENDS_ON_LENGTH]
-    if hooked := [*_hooked(wrong, reference)]:
-        return [*hints, *hooked]
-    if subject.options.model is not None and not is_linear(reference):
+    hooked = [*_hooked(wrong, reference)]
+    if subject.options.model is not None and not hooked and not is_linear(reference):
         return [*hints, _NOT_LINEAR]
-    return [*hints, *_factors_of_some(wrong, subject)]
+    return [*hints, *hooked, *_factors_of_some(wrong, subject)]
 
 
 def fit_all(gradients: Gradients, reference: Gradients) -> tuple[float, float]:
