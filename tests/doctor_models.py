@@ -252,6 +252,42 @@ class Normalised(torch.autograd.Function):
         return grad / (grad.norm() + 1e-12)
 
 
+class CountsDocuments(Model):
+    """Embeds the number of a token's document, by the ends (256) that this rank has seen."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(tokens, positions) + self.head(self.positions((tokens == 256).cumsum(1)))
+
+
+class ScaledByLength(Attend):
+    """With queries that grow with the sequence."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().forward(query * torch.log(torch.tensor(float(query.size(2)))), key, value)
+
+
+class WithOwnPlaces(Model):
+    """Takes positions, and counts once more by itself."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(tokens, positions) + self.head(self.positions(torch.arange(tokens.size(1))))
+
+
+def make_with_own_places() -> nn.Module:
+    return WithOwnPlaces()
+
+
+def make_that_counts_documents() -> nn.Module:
+    return CountsDocuments()
+
+
+def make_scaled_by_length() -> nn.Module:
+    model = Model()
+    for block in model.layers:
+        block.attend = ScaledByLength()
+    return model
+
+
 class WithLast(Model):
     """Does something to its logits."""
 

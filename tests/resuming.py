@@ -63,7 +63,6 @@ def run_job(rank: int, world: int, overrides: Sequence[str], stop_after: int | N
     start = find_start(job.run, job.checkpoint.resume)
     if start.checkpoint is not None:
         trainer.load(start.checkpoint)
-    folder = open_run_folder(job.run, job.model.name, continue_from_step=trainer.step if start.continues else None)
     steps = []
     take_step = trainer.train_step
 
@@ -73,7 +72,9 @@ def run_job(rank: int, world: int, overrides: Sequence[str], stop_after: int | N
         return metrics, stop
 
     trainer.train_step = noted_step
-    trainer.train(folder, stop_requested=lambda: stop_after is not None and trainer.step + 1 >= stop_after)
+    last_step = trainer.step if start.continues else None
+    with open_run_folder(job.run, job.model.name, continue_from_step=last_step) as folder:
+        trainer.train(folder, stop_requested=lambda: stop_after is not None and trainer.step + 1 >= stop_after)
     return record(trainer, steps)
 
 

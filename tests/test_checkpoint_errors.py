@@ -90,7 +90,7 @@ def another_format(checkpoint: Path) -> None:
         (lose_a_file, r"is damaged: __0_0.distcp is missing"),
         (cut_the_description, r"is damaged: checkpoint.json cannot be read"),
         (change_the_step, r"is damaged: checkpoint.json has another checksum"),
-        (lose_the_description, r"is not a checkpoint of dtcp: it has no checkpoint.json"),
+        (lose_the_description, r"is damaged: it has no checkpoint.json; delete it"),
         (another_format, r"has format 99, written by dtcp 9.9; this version reads format 1"),
     ],
 )  # fmt: skip

@@ -23,6 +23,9 @@ OWN_FAULTS = [  # of models of the user's, by the context's door
     ("make_with_buffer_of_the_rank", "problem: ranks begin with different buffers: state;", "none of the known faults"),
     ("make_with_normalised_gradient", "the gradients do not double where the loss does", "counted more"),
     ("make_divided_by_length", "what a token gives depends on how long the sequence is", "counted more"),
+    ("make_scaled_by_length", "what a token gives depends on how long the sequence is", "counted more"),
+    ("make_that_counts_documents", "something in the model mixes tokens", "counted more"),
+    ("make_with_own_places", "positions are local in a part of the model: it counts tokens", "counted more"),
     ("make_with_clipping_hook", "it looks like this: layers.0.qkv.weight: a hook on the gradient", "counted more than"),
 ]
 

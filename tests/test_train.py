@@ -19,7 +19,7 @@ from dtcp.train.config import RunConfig, compose_job_config
 from dtcp.train.metrics import StepMetrics, format_step
 from dtcp.train.nonfinite import NonFiniteError
 from dtcp.train.run_folder import open_run_folder
-from dtcp.train.session import JobError, StopSignal, agreed
+from dtcp.train.session import JobError, Session, StopSignal, agreed
 from dtcp.train.trainer import Trainer
 from parity import JOB, TINY, RecordingTrainer, compare, nothing, record_run, scattered
 
@@ -301,28 +301,67 @@ def test_an_error_of_one_rank_ends_all_and_names_it(ranks):
 
 def test_an_earlier_run_is_kept_and_other_folders_are_left_alone(tmp_path, capsys):
     config = RunConfig(name="a", dir=str(tmp_path))
-    first = open_run_folder(config, "gpt_tiny")
-    (first / "metrics.jsonl").write_text("first")
-    open_run_folder(config, "gpt_tiny")
-    assert (tmp_path / "a.1" / "metrics.jsonl").read_text() == "first"
-    assert "kept the earlier run" in capsys.readouterr().out
-    (tmp_path / "a" / "metrics.jsonl").write_text("second")
-    open_run_folder(config, "gpt_tiny")
-    assert (tmp_path / "a.2" / "metrics.jsonl").read_text() == "second"
+    with open_run_folder(config, "gpt_tiny") as first:
+        (first / "metrics.jsonl").write_text("first")
+    with open_run_folder(config, "gpt_tiny"):
+        assert (tmp_path / "a.1" / "metrics.jsonl").read_text() == "first"
+        assert "kept the earlier run" in capsys.readouterr().out
+        (tmp_path / "a" / "metrics.jsonl").write_text("second")
+    with open_run_folder(config, "gpt_tiny"):
+        assert (tmp_path / "a.2" / "metrics.jsonl").read_text() == "second"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"not empty and not a run of dtcp; choose another run\.name"):
-        open_run_folder(RunConfig(name="mine", dir=str(tmp_path)), "gpt_tiny")
-    with pytest.raises(ValueError, match="plain folder name"):
-        open_run_folder(RunConfig(name="../a", dir=str(tmp_path)), "gpt_tiny")
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"cannot write the run folder .*; set run\.dir"):
-        open_run_folder(RunConfig(name="a", dir=str(tmp_path / "file")), "gpt_tiny")
+    for name, folder, error, message in (
+        ("mine", tmp_path, ValueError, r"not empty and not a run of dtcp; choose another run\.name"),
+        ("../a", tmp_path, ValueError, "plain folder name"),
+        ("a", tmp_path / "file", OSError, r"cannot write the run folder .*; set run\.dir"),
+    ):
+        with pytest.raises(error, match=message), open_run_folder(RunConfig(name=name, dir=str(folder)), "gpt_tiny"):
+            pass
+
+
+def try_to_open(rank: int, world: int, path: Path, step: int | None) -> None:
+    with open_run_folder(RunConfig(name="a", dir=str(path)), "gpt_tiny", continue_from_step=step):
+        pass
+
+
+def test_a_folder_that_another_job_writes_to_is_refused_and_stays_as_it_is(ranks, tmp_path):
+    with open_run_folder(RunConfig(name="a", dir=str(tmp_path)), "gpt_tiny") as folder:
+        (folder / "metrics.jsonl").write_text('{"step": 5}\n')
+        for step in (None, 3):
+            message = rf"another job \(process {os.getpid()} on .*\) writes to the run folder .*another run.name"
+            ranks.run_expecting(1, try_to_open, ValueError, message, tmp_path, step)
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 5}\n' and not (tmp_path / "a.1").exists()
+    assert not (folder / ".lock").exists()
+    (folder / "checkpoints" / "step_00000004").mkdir(parents=True)
+    message = "another job has gone on in .* to step_00000004 meanwhile; start this one again"
+    ranks.run_expecting(1, try_to_open, ValueError, message, tmp_path, 3)
+    ranks.run(1, try_to_open, tmp_path, 4)
+    assert (folder / "metrics.jsonl").read_text() == ""
+    (folder / ".lock").write_text("process 1 on a host that has died")
+    ranks.run(1, try_to_open, tmp_path, None)
+    assert (tmp_path / "a.1").exists()
+
+
+def run_to_the_end(rank: int, world: int, overrides: list[str]) -> list[int]:
+    """Exit codes of a job, and of the same for fewer steps than it has taken."""
+    from dtcp.train.__main__ import train
+
+    session = Session(0, 1, torch.device("cpu"))
+    return [train(compose_job_config([*overrides, f"training.steps={steps}"]), session) for steps in (2, 2, 1)]
+
+
+def test_a_job_that_has_no_step_left_is_done(ranks, tmp_path):
+    small = ["model.num_layers=1", "model.dim=16", "training.seq_len=16", "training.global_batch_size=1"]
+    overrides = [*small, f"run.dir={tmp_path}", "run.name=a", "checkpoint.every=1", "lr_scheduler.warmup_steps=0"]
+    assert ranks.run(1, run_to_the_end, overrides) == [[0, 0, 0]]
 
 
 def test_a_run_without_a_name_is_called_like_its_model(ranks, tmp_path):
     def open_folder(rank: int, world: int) -> str:
-        return str(open_run_folder(RunConfig(name=None, dir=str(tmp_path)), "gpt_tiny"))
+        with open_run_folder(RunConfig(name=None, dir=str(tmp_path)), "gpt_tiny") as folder:
+            return str(folder)
 
     paths = ranks.run(2, open_folder)
     assert paths[0] == paths[1]

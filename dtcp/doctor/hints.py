@@ -10,7 +10,14 @@ from torch import Tensor
 
 from dtcp.doctor.compare import CLEAR, TOLERANCE, Deviation
 from dtcp.doctor.own import hooked_parameters
-from dtcp.doctor.probes import adds_gradients, depends_on_length, depends_on_world, is_linear, mixes_tokens_elsewhere
+from dtcp.doctor.probes import (
+    adds_gradients,
+    counts_tokens,
+    depends_on_length,
+    depends_on_world,
+    is_linear,
+    mixes_tokens_elsewhere,
+)
 from dtcp.doctor.reference import EVERY, Fault, Outcome, Reference
 from dtcp.doctor.subject import Subject
 from dtcp.layout import SequenceLayout
@@ -44,8 +51,12 @@ _NOT_LINEAR = (
     "all of a gradient"
 )
 _DEPENDS_ON_LENGTH = (
-    "what a token gives depends on how long the sequence is, beside attention (tokens.size(1), x.shape[1]), and a rank "
-    "has a part of it; take the length from the config, or compute by positions"
+    "what a token gives depends on how long the sequence is (tokens.size(1), x.shape[1]), and a rank has a part of it; "
+    "take the length from the config, or compute by positions"
+)
+_COUNTS_TOKENS = (
+    "positions are local in a part of the model: it counts tokens from 0 by itself (torch.arange(tokens.size(1)), a "
+    "cumsum, numbers of documents), and a rank's part begins elsewhere; "
 )
 _GIVE_POSITIONS = "have it use the global ones, layout.positions(rank) or a buffer that context_parallel cuts"
 
@@ -87,6 +98,8 @@ def explain(
         return [*hints, _MIXES_TOKENS]
     if subject.dims.cp > 1 and depends_on_length(reference):
         return [*hints, _DEPENDS_ON_LENGTH]
+    if subject.dims.cp > 1 and counts_tokens(reference):
+        return [*hints, _COUNTS_TOKENS + _GIVE_POSITIONS]
     hooked = [*_hooked(wrong, reference)]
     if subject.options.model is not None and not hooked and not is_linear(reference):
         return [*hints, _NOT_LINEAR]
@@ -136,8 +149,9 @@ def _unreduced(wrong: Sequence[Deviation], right: Outcome) -> Iterator[str]:
         if axes == ("tp",):
             yield (
                 f"{_some(names, right)}: the gradient is not added up over tp: every tp rank keeps its share, of the "
-                "positions that it saw under sequence parallelism (the missed reduction of norm and bias gradients); "
-                "keep such parameters as DTensors, dtcp.ReplicatedParameters in the plan"
+                "positions that it saw under sequence parallelism (the missed reduction of norm and bias gradients: "
+                "keep such parameters as DTensors, dtcp.ReplicatedParameters(input_layout=Shard(1)) in the plan), or "
+                "of the heads and features that it has (cut such a projection over tp as those are that use it)"
             )
         else:
             yield (

@@ -23,11 +23,26 @@ def mixes_tokens_elsewhere(reference: Reference) -> bool:
     return not torch.equal(before[:, 1::2], after[:, 1::2])
 
 
+def counts_tokens(reference: Reference) -> bool:
+    """Whether the second half of a row gives something else where the row begins there, each token seeing itself."""
+    half = slice(reference.batch.tokens.size(1) // 2, None)
+    whole, second = (_of_each_token_alone(reference, RIGHT, span) for span in (slice(None), half))
+    return not _is_near(second, whole[:, half])
+
+
 def depends_on_length(reference: Reference) -> bool:
     """Whether the first half of a row gives something else where the row ends there."""
-    half = reference.batch.tokens.size(1) // 2
-    whole, first = (_of_each_token_alone(reference, RIGHT, length=n) for n in (None, half))
-    return not _is_near(first, whole[:, :half])
+    half = slice(reference.batch.tokens.size(1) // 2)
+    whole, first = (_of_each_token_alone(reference, RIGHT, span) for span in (slice(None), half))
+    if not _is_near(first, whole[:, half]):
+        return True
+    # Once more with attention, where no token sees a later one.
+    tokens = reference.batch.tokens.clone()
+    tokens[:, half.stop :] = (tokens[:, half.stop :] + 1) % (int(tokens.max()) + 1)
+    with reference.keeping_buffers():
+        whole, other = (reference.forward(slice(0, 1), Fault("", tokens=x)).detach()[:, half] for x in (None, tokens))
+        first = reference.forward(slice(0, 1), span=half).detach()
+    return _is_near(other, whole) and not _is_near(first, whole)
 
 
 def mixes_rows(reference: Reference) -> bool:
@@ -71,12 +86,12 @@ def depends_on_world(reference: Reference) -> bool:
     return not is_same(reference.outcome, reference.run(Fault("", sees_world=True)))
 
 
-def _of_each_token_alone(reference: Reference, fault: Fault, length: int | None = None) -> Tensor:
-    """Logits of the first row with attention of each token to itself."""
-    tokens = reference.batch.tokens[:1, :length]
+def _of_each_token_alone(reference: Reference, fault: Fault, span: slice = slice(None)) -> Tensor:
+    """Logits of the first row, or of a span of it alone, with attention of each token to itself."""
+    tokens = reference.batch.tokens[:1, span]
     parts = torch.arange(tokens.size(1), device=tokens.device)[None]
     with reference.keeping_buffers(), AttentionMode(parts, EVERY):
-        return reference.forward(slice(0, 1), fault, length=length).detach()
+        return reference.forward(slice(0, 1), fault, span=span).detach()
 
 
 def _beside_the_loss(reference: Reference, num_at_once: int) -> Outcome:

@@ -228,15 +228,15 @@ class Reference:
         losses = F.cross_entropy(logits.flatten(0, 1), labels[rows].flatten(), ignore_index=IGNORED, reduction="none")
         return (losses * weights[rows].flatten().to(losses.dtype)).sum()
 
-    def forward(self, rows: slice, fault: Fault = RIGHT, *, length: int | None = None) -> Tensor:
-        """Logits of some rows, or of their first ``length`` tokens, with everything kept for a backward."""
+    def forward(self, rows: slice, fault: Fault = RIGHT, *, span: slice = slice(None)) -> Tensor:
+        """Logits of some rows, or of a span of their tokens alone, with everything kept for a backward."""
         batch = self.batch
         seq_len = batch.tokens.size(1)
         positions = batch.positions if fault.positions is None else fault.positions
         tokens = batch.tokens if fault.tokens is None else fault.tokens
 
         def part(x: Tensor) -> Tensor:
-            return x[rows, :length] if x.ndim > 1 and x.size(1) == seq_len else x[rows]
+            return x[rows, span] if x.ndim > 1 and x.size(1) == seq_len else x[rows]
 
         inputs = {"positions": part(positions)} | {name: part(value) for name, value in batch.more.items()}
         documents = None if fault.crosses_documents else batch.documents

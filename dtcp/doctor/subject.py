@@ -3,6 +3,7 @@
 Shapes: B rows, S = seq_len.
 """
 
+import dataclasses
 import inspect
 import math
 import os
@@ -62,12 +63,17 @@ class Subject(Trainer):
             self._disturb()
 
     def read_rows(self, step: int, row_indices: Sequence[int]) -> Rows:
-        """Real rows; of their labels more are ignored in some rows and places than in others, so that parts differ."""
+        """Real rows, with ends of documents here and there, which a short row seldom has.
+
+        Of their labels more are ignored in some rows and places than in others, so that parts differ.
+        """
         read = super().read_rows(step, row_indices)
         rows, positions = torch.tensor(list(row_indices))[:, None], torch.arange(read.labels.size(1))[None]
         ignored = (rows * 31 + positions * 17) % 7 < 1 + rows % 3
         ignored |= (positions >= read.labels.size(1) * 3 // 4) & (rows % 2 == 0)
-        return masked_labels(read, ignored & (positions > 0))
+        ends = (rows * 5 + positions * 11) % 23 == 3
+        tokens = read.tokens.masked_fill(ends, self.dataset.tokenizer.end_of_document)
+        return dataclasses.replace(masked_labels(read, ignored & (positions > 0)), tokens=tokens)
 
     def make_whole_model(self) -> nn.Module:
         """Return the uncut model, its weights still to be set, on this rank's device.

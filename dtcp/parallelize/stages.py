@@ -55,7 +55,7 @@ def deal_layers(num_layers: int, num_stages: int) -> list[range]:
     if num_layers < num_stages:
         raise ValueError(
             f"{num_layers} layers are too few for {num_stages} pipeline stages: each needs one; use a smaller mesh.pp, "
-            "or a schedule with one stage a rank (1F1B)"
+            "or fewer stages a rank: one, of GPipe and 1F1B"
         )
     size, num_larger = divmod(num_layers, num_stages)
     first_larger = (num_stages - num_larger) // 2
@@ -76,7 +76,7 @@ def check_num_microbatches(schedule: str, num_microbatches: int, pp: int) -> Non
     if not is_allowed or num_microbatches < 1:
         raise ValueError(
             f"schedule {schedule} with pp={pp} cannot run {num_microbatches} microbatches; use {pp} or a multiple of "
-            "it (training.local_batch_size, the rows of one, in a training job)"
+            "it (of a job: a rank's rows of training.global_batch_size over training.local_batch_size)"
         )
 
 

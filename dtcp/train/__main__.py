@@ -27,10 +27,9 @@ def train(job: JobConfig, session: Session) -> int:
     if start.checkpoint is not None:
         trainer.load(start.checkpoint)  # before the folder is touched: a wrong checkpoint leaves it as it is
     last_step = trainer.step if start.continues else None
-    folder = open_run_folder(job.run, job.model.name, continue_from_step=last_step)
-    with StopSignal() as signal:
+    with open_run_folder(job.run, job.model.name, continue_from_step=last_step) as folder, StopSignal() as signal:
         trainer.train(folder, stop_requested=lambda: signal.number != 0)
-    is_done = trainer.step == job.training.steps
+    is_done = trainer.step >= job.training.steps
     return 0 if is_done else 128 + signal.number
 
 

@@ -83,7 +83,12 @@ def whole_checkpoints(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     found = [path for path in checkpoints.iterdir() if _WHOLE.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a whole checkpoint was made."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def remove_left_overs(checkpoints: Path) -> None:
@@ -129,6 +134,8 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / DESCRIPTION_FILE
     if not path.is_file():
+        if _WHOLE.fullmatch(checkpoint.name):
+            raise damaged(checkpoint, f"it has no {DESCRIPTION_FILE}")
         raise ValueError(f"{checkpoint} is not a checkpoint of dtcp: it has no {DESCRIPTION_FILE}; name another folder")
     try:
         read = json.loads(path.read_text())

@@ -341,6 +341,8 @@ class Trainer:
         for line in ([f"resumed after step {self.step}"] if self.step else []) + self.changed_settings:
             log.say(line)
         checkpoint, num_steps = self.config.checkpoint, self.config.training.steps
+        if self.step >= num_steps:
+            log.say(f"no step is left to take: training.steps={num_steps}")
         with Checkpointer(checkpoint, folder, self.model, self.optimizer, step=self.step) as checkpoints:
             # A rank whose save in the background failed has all stop; `finish` then raises on all of them.
             for metrics in self.steps(stop_requested=lambda: stop_requested() or checkpoints.has_failed):
