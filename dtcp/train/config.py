@@ -155,6 +155,15 @@ class RunConfig:
 
 
 @dataclass(slots=True)
+class TrackingConfig:
+    """Charts of a run, under torchtitan's names; written by one rank."""
+
+    tensorboard: bool = MISSING  # event files in the run's folder
+    wandb: bool = MISSING  # a run at Weights & Biases; WANDB_MODE=offline keeps it in the run's folder
+    project: str = MISSING  # of Weights & Biases
+
+
+@dataclass(slots=True)
 class DebugConfig:
     seed: int = MISSING
     check_same_batch_every: int = MISSING  # steps; 0: never
@@ -177,6 +186,7 @@ class JobConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     device: Device = MISSING
 
