@@ -114,7 +114,7 @@ def _memory(metrics: StepMetrics, device: torch.device) -> dict[str, float]:
     if device.type != "cuda":  # nothing is reserved or active there
         return {"memory/max_resident(GiB)": metrics.memory_gib}
     stats, whole = torch.cuda.memory_stats(device), torch.cuda.get_device_properties(device).total_memory
-    values = {}
+    values: dict[str, float] = {}
     for kind in ("active", "reserved"):
         peak = stats[f"{kind}_bytes.all.peak"]
         values |= {f"memory/max_{kind}(GiB)": peak / 2**30, f"memory/max_{kind}(%)": 100 * peak / whole}
