@@ -6,6 +6,7 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from dtcp.train.metrics import MetricsLog, StepMetrics, speed
 from dtcp.train.nonfinite import refuse_non_finite
 from dtcp.train.optimizer import make_lr_scheduler, make_optimizer, set_schedule_step
 from dtcp.train.parallel import parallelize_for_training
+from dtcp.train.profiling import StepProfiler, check_profile
 from dtcp.train.run_folder import CONFIG_FILE, METRICS_FILE
 from dtcp.train.session import agreed
 from dtcp.train.summary import resolved_config, summary
@@ -85,6 +87,7 @@ class Trainer:
             check_vocabulary(self.dataset.tokenizer.vocab_size, vocab_size, config.model.name)
             check_checkpoint_config(config.checkpoint)
             check_tracking(config.tracking)
+            check_profile(config)
             if config.model.weights is not None:
                 check_hf_config(self.model_config, Path(config.model.weights).expanduser())
             self.evaluation = Evaluation(config.evaluation, self.dataset, config.training.global_batch_size)
@@ -309,15 +312,22 @@ class Trainer:
         )
         return metrics, num_stops > 0
 
-    def steps(self, *, stop_requested: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
+    def steps(
+        self,
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        around: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+    ) -> Iterator[StepMetrics]:
         """Take the steps of the configuration that are left, yielding the metrics of each.
 
         Args:
             stop_requested: Asked once a step; all ranks stop after the step in which one of them says yes.
+            around: Gives a context for each step, by its number.
         """
         stop = False
         while self.step < self.config.training.steps and not stop:
-            metrics, stop = self.train_step(stop_requested=stop_requested())
+            with around(self.step + 1):
+                metrics, stop = self.train_step(stop_requested=stop_requested())
             yield metrics
 
     def train(self, folder: Path, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
@@ -350,9 +360,14 @@ class Trainer:
         for line in ([f"resumed after step {self.step}"] if self.step else []) + self.changed_settings:
             log.say(line)
         checkpoint, num_steps = self.config.checkpoint, self.config.training.steps
-        with Checkpointer(checkpoint, folder, self.model, self.optimizer, step=self.step) as checkpoints:
-            # A rank whose save in the background failed has all stop; `finish` then raises on all of them.
-            for metrics in self.steps(stop_requested=lambda: stop_requested() or checkpoints.has_failed):
+        profiler = StepProfiler(self.config, folder, self.dims, self.device, say=log.say, step=self.step)
+        with Checkpointer(checkpoint, folder, self.model, self.optimizer, step=self.step) as checkpoints, profiler:
+
+            def must_stop() -> bool:
+                # A rank whose save in the background failed has all stop; `finish` then raises on all of them.
+                return stop_requested() or checkpoints.has_failed
+
+            for metrics in self.steps(stop_requested=must_stop, around=profiler.around):
                 evaluated = self.evaluate() if self.evaluation.is_due(self.step, num_steps) else None
                 log.write(metrics, as_record(evaluated))
                 tracker.log(metrics, evaluated)
