@@ -62,6 +62,7 @@ LAYERS = [
     ["integrations", "plan"],
     ["train"],
     ["train.__main__", "doctor", "export"],
+    ["sweep"],
     ["cli", "__main__"],
 ]
 
