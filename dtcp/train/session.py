@@ -20,6 +20,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from dtcp.train.config import Device, to_job_config
+from dtcp.train.meeting import fresh_store
 from dtcp.train.submitted import is_submitted, is_sweep, join_tasks
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError)
@@ -96,7 +97,7 @@ def start_session(device: Device) -> Session:
         return Session(0, 1, resolved)
     backend = "cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo"
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
-    store = dist.PrefixStore("dtcp", store)
+    store = fresh_store(store, rank, world_size)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size)
     return Session(rank, world_size, resolved, store)
 
