@@ -47,6 +47,20 @@ class SweptJob:
         return [*launch, "dtcp.train", *self.overrides]
 
 
+def expand(options: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return (overrides of all jobs, for each job those that are its own)."""
+    parsed = OverridesParser.create().parse_overrides(list(options))
+    common, swept = [], []
+    for option, override in zip(options, parsed, strict=True):
+        if not override.is_sweep_override():
+            common.append(option)
+        elif override.is_discrete_sweep():
+            swept.append([f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()])
+        else:
+            raise ValueError(f"{option} has no list of values; give some, as in key=1,2 or key=range(1,5)")
+    return common, [list(choice) for choice in itertools.product(*swept)] if swept else []
+
+
 def plan_sweep(options: Sequence[str], num_ranks: int | None) -> list[SweptJob]:
     """Return the jobs of a sweep, checked as far as that goes without starting them.
 
@@ -59,7 +73,7 @@ def plan_sweep(options: Sequence[str], num_ranks: int | None) -> list[SweptJob]:
     """
     if flags := [option for option in options if option.startswith("-")]:
         raise ValueError(f"a sweep takes overrides only (key=value), got {flags[0]}; leave it out, or --multirun")
-    common, choices = _expand(options)
+    common, choices = expand(options)
     if not choices:
         raise ValueError("nothing is swept: give a key several values, as in mesh.cp=1,2; or leave out --multirun")
     if swept := [key for key in ("run.name", "run.dir") if any(c.startswith(f"{key}=") for c in choices[0])]:
@@ -118,20 +132,6 @@ def table(jobs: Sequence[SweptJob], results: Sequence[int | None]) -> list[str]:
         steps, loss, speed = _reached(job.folder) if code is not None else (0, math.nan, math.nan)
         lines.append(f"{job.name:<{width}}  {job.num_ranks:>5}  {result:<12}{steps:>7}{loss:>11.5f}{speed:>12,.0f}")
     return [*lines, f"in {jobs[0].folder.parent}"]
-
-
-def _expand(options: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """(overrides of all jobs, those of each job that are its own)."""
-    parsed = OverridesParser.create().parse_overrides(list(options))
-    common, swept = [], []
-    for option, override in zip(options, parsed, strict=True):
-        if not override.is_sweep_override():
-            common.append(option)
-        elif override.is_discrete_sweep():
-            swept.append([f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()])
-        else:
-            raise ValueError(f"{option} has no list of values; give some, as in key=1,2 or key=range(1,5)")
-    return common, [list(choice) for choice in itertools.product(*swept)] if swept else []
 
 
 def _name(swept: Sequence[str]) -> str:
