@@ -24,7 +24,7 @@ PACKAGE = ROOT / "dtcp"
 # Imports point one way: a module imports from the lines above its own, and inside its line without a cycle.
 # A new module has to be put into a line (the longest prefix counts) before this test passes.
 LAYERS = [
-    ["_paths", "containers", "dropout_hash", "dtensor", "own_group", "recompute"],
+    ["_paths", "containers", "dropout_hash", "dtensor", "own_group", "ranges", "recompute"],
     ["collectives", "dropout"],
     ["replicas"],
     ["remembered"],
@@ -62,6 +62,7 @@ LAYERS = [
     ["integrations", "plan"],
     ["train"],
     ["train.__main__", "doctor", "export"],
+    ["sweep"],
     ["cli", "__main__"],
 ]
 

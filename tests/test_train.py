@@ -74,7 +74,7 @@ def test_loss_of_uniform_logits_is_the_log_of_the_vocabulary(ranks):
 
 
 def test_the_log_line_has_torchtitans_form_and_says_what_a_cpu_has_not():
-    metrics = StepMetrics(7, 2.5, 1.25, 1e-3, 640, 640, 0.5, 1280.0, 640.0, 0.01, None, 1.5)
+    metrics = StepMetrics(7, 2.5, 1.25, 1e-3, 640, 640, 0.5, 1280.0, 640.0, 0.01, None, 1.5, 0.1)
     assert format_step(metrics, torch.device("cpu")) == (
         "step:  7  loss:  2.50000  grad_norm:  1.2500  memory: 1.50GiB (resident)  "
         "tps: 640  tflops: 0.01  mfu: n/a (cpu)"

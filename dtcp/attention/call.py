@@ -22,6 +22,7 @@ from dtcp.documents import Integers
 from dtcp.layout import SequenceLayout, slot_positions
 from dtcp.mask import Mask
 from dtcp.needed import NeededKeys, compacted, slots_of
+from dtcp.ranges import named_range
 from dtcp.seen import row_groups
 from dtcp.tiles import Tile
 
@@ -78,7 +79,7 @@ def forward_tile(call: Call, held: HeldKeys, tile: Tile, query: Tensor) -> tuple
     """Return (out, lse) of a tile's queries over its keys."""
     step = _TileStep(call, held, tile, range(query.size(1)), query)
     key, value = held.of(tile)
-    with own_tiles:
+    with own_tiles, named_range("attend"):
         out, lse = step.kernel.forward(
             step.queries(query), step.turned(key), step.turned(value), is_causal=step.is_causal, scale=call.scale,
             scores=step.scores,
@@ -98,10 +99,11 @@ def backward_tile(
     step = _TileStep(call, held, tile, heads, of_queries[1])
     grad_out, query, out, lse = (step.queries(x) for x in of_queries)
     key, value = held.of(tile)
-    grads = step.kernel.backward(
-        grad_out, query, step.turned(key), step.turned(value), out, lse, is_causal=step.is_causal, scale=call.scale,
-        scores=step.scores,
-    )  # fmt: skip
+    with named_range("attend"):
+        grads = step.kernel.backward(
+            grad_out, query, step.turned(key), step.turned(value), out, lse, is_causal=step.is_causal,
+            scale=call.scale, scores=step.scores,
+        )  # fmt: skip
     grad_query, grad_key, grad_value = (step.turned(grad) for grad in grads)
     return grad_query, grad_key, grad_value
 

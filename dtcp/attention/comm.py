@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtcp.own_group import own_group
+from dtcp.ranges import named_range
 
 
 class Message(NamedTuple):
@@ -24,7 +25,14 @@ class Exchange:
         self._works = works
 
     def wait(self) -> None:
-        for work in self._works:
+        if self._works:
+            wait_for(*self._works)
+
+
+def wait_for(*works: dist.Work) -> None:
+    """Wait until all of them have finished."""
+    with named_range("exchange wait"):
+        for work in works:
             work.wait()
 
 
@@ -34,6 +42,11 @@ def start_exchange(sends: list[Message], receives: list[Message], group: dist.Pr
     Sizes must match between sender and receiver (both come from one schedule): gloo aborts the process if
     they do not. A message without rows is not sent.
     """
+    with named_range("exchange"):
+        return _start(sends, receives, group)
+
+
+def _start(sends: list[Message], receives: list[Message], group: dist.ProcessGroup) -> Exchange:
     if (own := own_group(group)) is not None:
         sent, received = [m for m in sends if m.rows.size(0)], [m for m in receives if m.rows.size(0)]
         return Exchange(own.start_messages(sent, received))

@@ -14,6 +14,7 @@ from dtcp.attention.held import HeldKeys, unpack, whole_shard
 from dtcp.attention.kernels import lse_dtype
 from dtcp.attention.merge import Sum
 from dtcp.needed import NeededKeys
+from dtcp.ranges import named_range
 from dtcp.tiles import Tile
 
 
@@ -53,8 +54,9 @@ class Gradients:
         """Add the gradients of another rank's keys to ``part``, and those of the queries that read them."""
         for tile, grad_key, grad_value in self._backward(held, tiles, slice(0, self._own[0].size(1))):
             part_key, part_value = part.of(tile)
-            part_key.add_(grad_key)
-            part_value.add_(grad_value)
+            with named_range("merge"):
+                part_key.add_(grad_key)
+                part_value.add_(grad_value)
 
     def add_returned(self, entries: Tensor, keys: NeededKeys) -> None:
         """Add what another rank computed for this rank's ``keys``: (entries, Hkv, D+Dv)."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtcp.ranges import named_range
+
 
 class Partial:
     """Attention of S queries over the keys seen so far: (0, −inf) where none was.
@@ -43,7 +45,8 @@ class Partial:
             own_out.copy_(out)
             own_lse.copy_(lse)
             return
-        merge_into(own_out, own_lse, out, lse)
+        with named_range("merge"):
+            merge_into(own_out, own_lse, out, lse)
 
     def _nothing_seen(self) -> tuple[Tensor, Tensor]:
         batch, heads, seq_len, value_dim = self._shape
@@ -91,4 +94,5 @@ class Sum:
         self.total = torch.zeros(batch, seq_len, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
     def add(self, slots: slice, part: Tensor, heads: slice = slice(None), rows: slice = slice(None)) -> None:
-        self.total[rows, heads, slots].add_(part)
+        with named_range("merge"):
+            self.total[rows, heads, slots].add_(part)

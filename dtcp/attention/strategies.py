@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtcp.attention.call import Call, forward_tile
-from dtcp.attention.comm import Exchange, Message, start_exchange
+from dtcp.attention.comm import Exchange, Message, start_exchange, wait_for
 from dtcp.attention.gradients import Gradients, halves_of_heads
 from dtcp.attention.held import HeldKeys, entries_of, held_entries, held_range, pack, unpack, whole_shard
 from dtcp.attention.kernels import lse_dtype
@@ -24,6 +24,7 @@ from dtcp.attention.schedule import RingSchedule, Step, exchange_steps, ring_sch
 from dtcp.attention.two_level_schedule import NodeStep
 from dtcp.collectives import start_all_gather_rows, start_reduce_scatter_rows
 from dtcp.needed import NeededKeys, range_of_keys
+from dtcp.ranges import named_range
 from dtcp.tiles import Tile
 
 
@@ -64,15 +65,18 @@ class _StepByStep:
         for index, (step, held) in enumerate(self._walk(call, key, value)):
             if index == 0:
                 own = step.tiles
-                grads.add_own(own, early)
+                with named_range("hop", 0):
+                    grads.add_own(own, early)
                 continue
             returns.start(index - 1)
             entries = returns.new_part(index)
-            grads.add_part(held, step.tiles, self._part(step, entries, key))
+            with named_range("hop", index):
+                grads.add_part(held, step.tiles, self._part(step, entries, key))
             returns.finish()
         # The last part has no step left to hide behind but the second half of the rank's own tiles.
         returns.start(len(steps) - 1)
-        grads.add_own(own, late)
+        with named_range("hop", 0):
+            grads.add_own(own, late)
         returns.finish()
         return grads.totals
 
@@ -217,8 +221,8 @@ class AllGather:
         partial = new_partial(query, value)
         with _gathered(call, key, value) as kv:
             attend(call, partial, query, whole_shard(call.rank, key, value), call.tiles(call.rank))
-        for held in self._others(call, kv, key.size(-1)):
-            attend(call, partial, query, held, call.tiles(held.source))
+        for hop, held in enumerate(self._others(call, kv, key.size(-1)), start=1):
+            attend(call, partial, query, held, call.tiles(held.source), hop)
         return partial.result()
 
     def backward(
@@ -226,15 +230,17 @@ class AllGather:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = Gradients(call, grad_out, query, key, value, out, lse)
         early, late = halves_of_heads(key)
-        with _gathered(call, key, value) as kv:
+        with _gathered(call, key, value) as kv, named_range("hop", 0):
             grads.add_own(call.tiles(call.rank), early)
         grad_kv = self._grads_of_others(call, grads, kv, key.size(-1))
         del kv  # before the sums of all ranks come
         # What the collective adds up it adds up in the dtype that it sends.
         grad_kv = grad_kv.to(grads.sent_in)
-        returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
-        grads.add_own(call.tiles(call.rank), late)
-        scattering.wait()
+        with named_range("exchange"):
+            returned, scattering = start_reduce_scatter_rows(grad_kv, call.group)
+        with named_range("hop", 0):
+            grads.add_own(call.tiles(call.rank), late)
+        wait_for(scattering)
         grads.add_returned(returned.flatten(0, 1), range_of_keys((0, returned.size(0))))
         return grads.totals
 
@@ -242,8 +248,9 @@ class AllGather:
         """This rank's part of the gradient of all keys, in the order of ``kv``."""
         grad_kv = torch.zeros_like(kv, dtype=grads.dtype)
         others = self._others(call, kv, head_dim), self._others(call, grad_kv, head_dim)
-        for held, part in zip(*others, strict=True):
-            grads.add_part(held, call.tiles(held.source), part)
+        for hop, (held, part) in enumerate(zip(*others, strict=True), start=1):
+            with named_range("hop", hop):
+                grads.add_part(held, call.tiles(held.source), part)
         return grad_kv
 
     @staticmethod
@@ -257,9 +264,10 @@ class AllGather:
 @contextlib.contextmanager
 def _gathered(call: Call, key: Tensor, value: Tensor) -> Iterator[Tensor]:
     """Gather keys and values of all ranks while the block runs; what was sent is freed at its end."""
-    kv, gathering = start_all_gather_rows(pack(key, value), call.group)
+    with named_range("exchange"):
+        kv, gathering = start_all_gather_rows(pack(key, value), call.group)
     yield kv
-    gathering.wait()
+    wait_for(gathering)
 
 
 CORES: dict[str, Strategy] = {"ring": Ring(), "exchange": ExactExchange(), "all_gather": AllGather()}
@@ -271,11 +279,14 @@ def _fitted(call: Call, query: Tensor) -> Call:
     return dataclasses.replace(call, kernel=call.kernel.for_one_tile) if is_one_tile else call
 
 
-def attend(call: Call, partial: Partial, query: Tensor, held: HeldKeys, tiles: tuple[Tile, ...]) -> None:
-    """Merge what the queries see in the keys."""
-    for tile in tiles:
-        out, lse = forward_tile(call, held, tile, query)
-        partial.merge(slice(tile.q_start, tile.q_stop), out, lse, tile.batch_rows)
+def attend(
+    call: Call, partial: Partial, query: Tensor, held: HeldKeys, tiles: tuple[Tile, ...], hop: int = 0
+) -> None:
+    """Merge what the queries see in the keys, the ``hop``-th that are here."""
+    with named_range("hop", hop):
+        for tile in tiles:
+            out, lse = forward_tile(call, held, tile, query)
+            partial.merge(slice(tile.q_start, tile.q_stop), out, lse, tile.batch_rows)
 
 
 def attend_steps(
@@ -283,8 +294,8 @@ def attend_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) over the keys of every step."""
     partial = new_partial(query, value)
-    for step, held in walk:
-        attend(call, partial, query, held, step.tiles)
+    for hop, (step, held) in enumerate(walk):
+        attend(call, partial, query, held, step.tiles, hop)
     return partial.result()
 
 

@@ -18,6 +18,7 @@ from dtcp.attention.held import HeldKeys, held_range, pack, unpack, whole_shard
 from dtcp.attention.strategies import CORES, Strategy, attend, attend_steps, new_partial
 from dtcp.attention.two_level_schedule import NodeStep, TwoLevelSchedule, two_level_schedule
 from dtcp.needed import Rows, range_of_keys
+from dtcp.ranges import named_range
 
 
 def core_of(name: str, ulysses_degree: int, ranks_per_node: int) -> Strategy:
@@ -52,14 +53,16 @@ class TwoLevelRing:
         returns = _NodeReturns(call, self._schedule(call), self._length, grads, key, value)
         for index, (step, held) in enumerate(self._walk(call, key, value)):
             returns.start(index)
-            if index == 0:
-                grads.add_own(own, early)
-            else:
-                grads.add_part(held, step.tiles, returns.new_part(index))
+            with named_range("hop", index):
+                if index == 0:
+                    grads.add_own(own, early)
+                else:
+                    grads.add_part(held, step.tiles, returns.new_part(index))
             returns.finish()
         for index, heads in ((call.layout.cp, middle), (call.layout.cp + 1, late)):
             returns.start(index)
-            grads.add_own(own, heads)
+            with named_range("hop", 0):
+                grads.add_own(own, heads)
             returns.finish()
         return grads.totals
 
@@ -197,11 +200,11 @@ class TwoLevelAllGather:
         between.wait()
         inside = self._start_inside_node(call, kv)
         alike, others = self._sources(call)
-        for source in alike:
-            attend(call, partial, query, self._held(kv, source, key.size(-1)), call.tiles(source))
+        for hop, source in enumerate(alike, start=1):
+            attend(call, partial, query, self._held(kv, source, key.size(-1)), call.tiles(source), hop)
         inside.wait()
-        for source in others:
-            attend(call, partial, query, self._held(kv, source, key.size(-1)), call.tiles(source))
+        for hop, source in enumerate(others, start=1 + len(alike)):
+            attend(call, partial, query, self._held(kv, source, key.size(-1)), call.tiles(source), hop)
         return partial.result()
 
     def backward(
@@ -211,19 +214,24 @@ class TwoLevelAllGather:
         early, middle, late = thirds_of_heads(key)
         own = call.tiles(call.rank)
         kv, between = self._start_between_nodes(call, pack(key, value))
-        grads.add_own(own, early)
+        with named_range("hop", 0):
+            grads.add_own(own, early)
         between.wait()
         inside = self._start_inside_node(call, kv)
-        grads.add_own(own, middle)
+        with named_range("hop", 0):
+            grads.add_own(own, middle)
         inside.wait()
         grad_kv = torch.zeros_like(kv, dtype=grads.dtype)
+
+        alike, others = self._sources(call)
+        hop_of = {source: hop for hop, source in enumerate([*alike, *others], start=1)}
 
         def add(sources: list[int]) -> None:
             for source in sources:
                 held, part = (self._held(x, source, key.size(-1)) for x in (kv, grad_kv))
-                grads.add_part(held, call.tiles(source), part)
+                with named_range("hop", hop_of[source]):
+                    grads.add_part(held, call.tiles(source), part)
 
-        alike, others = self._sources(call)
         add(others)
         # One rank of the node after the other, so that one buffer does.
         mine = grad_kv[call.rank % self._length]
@@ -234,7 +242,8 @@ class TwoLevelAllGather:
             exchange.wait()
             mine += arriving
         returned, scattering = self._start_to_owners(call, mine, grads.sent_in)
-        grads.add_own(own, late)
+        with named_range("hop", 0):
+            grads.add_own(own, late)
         scattering.wait()
         for shard in (*returned, mine[call.rank // self._length]):
             grads.add_returned(shard.flatten(0, 1), range_of_keys((0, shard.size(0))))

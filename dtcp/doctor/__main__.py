@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from dtcp._paths import conf_dir
 from dtcp.doctor.config import DoctorJobConfig, register_doctor_schema
 from dtcp.doctor.examine import examine
-from dtcp.doctor.record import switch_flight_recorder_on
 from dtcp.train.session import Session, run_job
+from dtcp.train.traffic import switch_flight_recorder_on
 
 register_doctor_schema()
 

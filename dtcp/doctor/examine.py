@@ -26,12 +26,13 @@ from dtcp.doctor.config import DoctorJobConfig, Door, ReferenceDType
 from dtcp.doctor.hints import ADDS_GRADIENTS, MIXES_ROWS, READS_WORLD, backward_of_attention, explain
 from dtcp.doctor.probes import adds_gradients_by_rows, mixes_rows
 from dtcp.doctor.reached import unexamined
-from dtcp.doctor.record import Recording, Traffic, record
+from dtcp.doctor.record import Recording, record
 from dtcp.doctor.reference import Outcome, Reference
 from dtcp.doctor.report import NUM_WORST, Comparison, Report, largest
 from dtcp.doctor.subject import Subject
 from dtcp.train.config import AttentionConfig, DType
 from dtcp.train.session import agreed
+from dtcp.train.traffic import most_of_ranks
 
 HALF_FACTOR = 2.0  # of one rank's own error in bfloat16: both round, and not alike
 HALF_FLOOR = 0.02  # relative; gradients of few elements are chance in bfloat16
@@ -247,12 +248,7 @@ class _Examination:
         recordings: list[Recording] = [recording] * subject.dims.mesh.size()
         dist.all_gather_object(recordings, recording)
         report = self.report
-        most: dict[tuple[str, str], Traffic] = {}
-        for traffic in (t for one in recordings for t in one.traffic):
-            key = traffic.axis, traffic.kind
-            if key not in most or traffic.num_bytes > most[key].num_bytes:
-                most[key] = traffic
-        report.traffic = [most[key] for key in sorted(most)]
+        report.traffic = most_of_ranks(one.traffic for one in recordings)
         report.kept_bytes = largest([one.kept_bytes for one in recordings])
         report.attention_calls = largest([one.attention_calls for one in recordings])
         report.pairs = subject.layout_of_all_rows.attended_pairs(is_causal=True, documents=subject.documents)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtcp.doctor.compare import CLEAR, Deviation
-from dtcp.doctor.record import Traffic
+from dtcp.train.traffic import Traffic, kib_of, traffic_lines
 
 NUM_WORST = 8
 MOST_UNEXAMINED = 1 / 8  # of the parameters, in a right verdict: the biases of keys have none in any model
@@ -86,7 +86,9 @@ class Report:
         parts = [self.job, ""]
         for comparison in self.comparisons:
             parts += [*_comparison_lines(comparison), ""]
-        parts += [*self._pairs_lines(), *self._kept_lines(), *self._traffic_lines()]
+        parts += [*self._pairs_lines(), *self._kept_lines()]
+        if lines := traffic_lines(self.traffic):
+            parts += [*lines, ""]
         parts += [f"problem: {problem}" for problem in self.problems]
         parts += [f"it looks like this: {hint}" for hint in self.hints]
         return "\n".join([*parts, *self._unexamined_lines(), self._verdict()])
@@ -130,15 +132,9 @@ class Report:
             return []
         sizes = list(self.kept_bytes.values())
         whole = self.whole_kept_bytes.get(next(iter(self.kept_bytes)), 0)
-        line = f"kept for the backward by a block and microbatch: {_kib(min(sizes))} … {_kib(max(sizes))} KiB on a rank"
-        return [line + (f"; {_kib(whole)} KiB of as many rows by the whole model on one rank" if whole else ""), ""]
-
-    def _traffic_lines(self) -> list[str]:
-        if not self.traffic:
-            return []
-        lines = [f"{'axis':<14}{'what is sent in a step':<24}{'calls':>7}{'KiB from a rank':>17}"]
-        lines += [f"{t.axis:<14}{t.kind:<24}{t.count:>7}{_kib(t.num_bytes):>17}" for t in self.traffic]
-        return [*lines, ""]
+        kept = f"{kib_of(min(sizes))} … {kib_of(max(sizes))} KiB on a rank"
+        line = f"kept for the backward by a block and microbatch: {kept}"
+        return [line + (f"; {kib_of(whole)} KiB of as many rows by the whole model on one rank" if whole else ""), ""]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -185,10 +181,6 @@ def _looks_like(deviation: Deviation) -> str:
     if deviation.residual <= CLEAR and not deviation.complete_over:
         said.append(f"{deviation.factor:.4g} times the right one")
     return f"  {'; '.join(said)}" if said else ""
-
-
-def _kib(num_bytes: int) -> str:
-    return f"{num_bytes / 1024:,.1f}"
 
 
 def largest(of_ranks: Sequence[dict[str, int]]) -> dict[str, int]:

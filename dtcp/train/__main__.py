@@ -3,12 +3,13 @@
 import sys
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
 from dtcp.train.config import JobConfig, register_schemas
 from dtcp.train.run_folder import find_start, open_run_folder
 from dtcp.train.session import Session, StopSignal, run_job
+from dtcp.train.traffic import switch_flight_recorder_on
 from dtcp.train.trainer import Trainer
 
 register_schemas()
@@ -17,6 +18,8 @@ register_schemas()
 @hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")
 def run(config: DictConfig) -> None:
     """Train as ``config`` says, then leave the process: 0 done, 1 error, 128 + n stopped by signal n."""
+    if any(OmegaConf.select(config, key) for key in ("profile.steps", "stragglers.every")):
+        switch_flight_recorder_on()
     run_job(config, train)
 
 

@@ -155,6 +155,31 @@ class RunConfig:
 
 
 @dataclass(slots=True)
+class TrackingConfig:
+    """Charts of a run, under torchtitan's names; written by one rank."""
+
+    tensorboard: bool = MISSING  # event files in the run's folder
+    wandb: bool = MISSING  # a run at Weights & Biases; WANDB_MODE=offline keeps it in the run's folder
+    project: str = MISSING  # of Weights & Biases
+
+
+@dataclass(slots=True)
+class ProfileConfig:
+    """Traces of some steps, of each rank, with a summary: compute, exposed communication, traffic by axis."""
+
+    steps: list[int] | None = MISSING  # the first and the last; null: none
+    memory: bool = MISSING  # on CUDA a snapshot of each rank's memory; on CPU allocations are in the trace
+
+
+@dataclass(slots=True)
+class StragglersConfig:
+    """Who is slow: the time that each rank needs by itself, without waiting for the others."""
+
+    every: int = MISSING  # steps between; 0: never
+    tolerance: float = MISSING  # above the median of the others, from which on a rank is told to be slow
+
+
+@dataclass(slots=True)
 class DebugConfig:
     seed: int = MISSING
     check_same_batch_every: int = MISSING  # steps; 0: never
@@ -177,6 +202,9 @@ class JobConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    stragglers: StragglersConfig = field(default_factory=StragglersConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     device: Device = MISSING
 

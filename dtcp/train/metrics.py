@@ -46,6 +46,7 @@ class StepMetrics:
     tflops_per_device: float
     mfu: float | None  # share of the device's peak; None where that is unknown
     memory_gib: float  # peak of this rank: of the device, or the process's resident memory on CPU
+    data_seconds: float  # of the step, until this rank had its rows
 
 
 def speed(

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dtcp.train.config import Device, to_job_config
+from dtcp.train.meeting import fresh_store
+from dtcp.train.submitted import is_submitted, is_sweep, join_tasks
 
 EXPECTED_ERRORS = (ValueError, NotImplementedError, OSError)
 """What a wrong configuration or a full disk raises: told in one line, not by a traceback."""
@@ -42,16 +42,22 @@ class Session:
 
 
 def refuse_sweep() -> None:
-    """Refuse hydra's --multirun: a job ends with its process."""
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        raise NotImplementedError("--multirun is not supported; start one job after another, each with its run.name")
+    """Refuse hydra's --multirun in this process: a job ends with it."""
+    if is_sweep():
+        raise NotImplementedError(
+            "--multirun of hydra runs all jobs in one process, whose ranks are those of one mesh; use `dtcp train "
+            "--multirun …`, which starts one job after the other, or hydra/launcher=slurm on a cluster"
+        )
 
 
-def run_job(config: DictConfig, work: Callable[[Any, Session], int]) -> NoReturn:
+def run_job(config: DictConfig, work: Callable[[Any, Session], int]) -> None:
     """Do ``work`` with the job that hydra's ``config`` describes, then leave the process with its exit code.
 
-    An error is told, and is exit code 1; Ctrl-C is 130.
+    An error is told, and is exit code 1; Ctrl-C is 130. A task of submitit returns, or raises, instead of leaving.
     """
+    if is_submitted():
+        _run_submitted(config, work)
+        return
     full_traceback = OmegaConf.select(config, "debug.full_traceback") is True
     session = Session(0, 1, torch.device("cpu"))
     try:
@@ -67,6 +73,19 @@ def run_job(config: DictConfig, work: Callable[[Any, Session], int]) -> NoReturn
     leave(session, code, together=True)
 
 
+def _run_submitted(config: DictConfig, work: Callable[[Any, Session], int]) -> None:
+    job_id = join_tasks()
+    job = to_job_config(config)
+    if job.run.name is None:  # one that the other tasks take too, and the job when it is queued again
+        job.run.name = f"{job.model.name}-{job_id}"
+    session = start_session(job.device)
+    code = work(job, session)
+    assert session.store is not None
+    _meet(session.store, session.world_size)
+    if code:
+        raise JobError(f"the job ended with exit code {code}; see the log of its first task")
+
+
 def start_session(device: Device) -> Session:
     """Join the other ranks of the job.
 
@@ -78,7 +97,7 @@ def start_session(device: Device) -> Session:
         return Session(0, 1, resolved)
     backend = "cpu:gloo,cuda:nccl" if resolved.type == "cuda" else "gloo"
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
-    store = dist.PrefixStore("dtcp", store)
+    store = fresh_store(store, rank, world_size)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size)
     return Session(rank, world_size, resolved, store)
 

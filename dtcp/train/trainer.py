@@ -6,6 +6,7 @@ Shapes: B rows of a microbatch, S = seq_len, S_local slots of this rank, V vocab
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from dtcp.train.metrics import MetricsLog, StepMetrics, speed
 from dtcp.train.nonfinite import refuse_non_finite
 from dtcp.train.optimizer import make_lr_scheduler, make_optimizer, set_schedule_step
 from dtcp.train.parallel import parallelize_for_training
+from dtcp.train.profiling import StepProfiler, check_profile
 from dtcp.train.run_folder import CONFIG_FILE, METRICS_FILE
 from dtcp.train.session import agreed
 from dtcp.train.summary import resolved_config, summary
+from dtcp.train.tracking import Tracker, check_tracking
 
 
 class Trainer:
@@ -83,6 +86,8 @@ class Trainer:
             assert vocab_size is not None  # of a resolved config
             check_vocabulary(self.dataset.tokenizer.vocab_size, vocab_size, config.model.name)
             check_checkpoint_config(config.checkpoint)
+            check_tracking(config.tracking)
+            check_profile(config)
             if config.model.weights is not None:
                 check_hf_config(self.model_config, Path(config.model.weights).expanduser())
             self.evaluation = Evaluation(config.evaluation, self.dataset, config.training.global_batch_size)
@@ -214,9 +219,7 @@ class Trainer:
             return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
         head_fn = functools.partial(self.head_loss, num_valid_tokens=num_valid_tokens)
         self.tell_sequence(microbatch)
-        return self.model(
-            microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels
-        )
+        return self.model(microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels)
 
     def head_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, num_valid_tokens: Tensor | int) -> Tensor:
         """Return the share of the loss from the last hidden states and the head's weight, by chunks of tokens."""
@@ -283,13 +286,12 @@ class Trainer:
         """
         start = time.perf_counter()
         microbatches = self.read_microbatches()
+        data_seconds = time.perf_counter() - start
         share, num_valid_tokens = self.compute_gradients(microbatches)
         grad_norm = clip_grad_norm_(self.model, self.config.training.max_norm, self.dims).item()
         loss, num_stops = self._sum_over_ranks(share, stop_requested)
         forward = None if isinstance(self.model, Pipeline) else self.forward
-        refuse_non_finite(
-            self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=forward
-        )
+        refuse_non_finite(self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=forward)
         lr = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
@@ -305,19 +307,27 @@ class Trainer:
             lr=lr,
             tokens_seen=self.tokens_seen,
             num_valid_tokens=int(num_valid_tokens),
+            data_seconds=data_seconds,
             **speed(num_tokens, time.perf_counter() - start, self.dims.mesh.size(), flops, self.device),
         )
         return metrics, num_stops > 0
 
-    def steps(self, *, stop_requested: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
+    def steps(
+        self,
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        around: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+    ) -> Iterator[StepMetrics]:
         """Take the steps of the configuration that are left, yielding the metrics of each.
 
         Args:
             stop_requested: Asked once a step; all ranks stop after the step in which one of them says yes.
+            around: Gives a context for each step, by its number.
         """
         stop = False
         while self.step < self.config.training.steps and not stop:
-            metrics, stop = self.train_step(stop_requested=stop_requested())
+            with around(self.step + 1):
+                metrics, stop = self.train_step(stop_requested=stop_requested())
             yield metrics
 
     def train(self, folder: Path, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
@@ -328,26 +338,41 @@ class Trainer:
             stop_requested: As in `steps`.
         """
         is_writer = not dist.is_initialized() or dist.get_rank() == 0
+        settings = resolved_config(self.config, self.dims, folder.name)
         if is_writer:
-            (folder / CONFIG_FILE).write_text(resolved_config(self.config, self.dims, folder.name))
+            (folder / CONFIG_FILE).write_text(settings)
         metrics_file = folder / METRICS_FILE if is_writer else None
-        with MetricsLog(metrics_file, num_steps=self.config.training.steps, device=self.device) as log:
+        with agreed():
+            tracker = Tracker(
+                self.config.tracking,
+                folder if is_writer else None,
+                settings=settings,
+                step=self.step,
+                device=self.device,
+            )
+        with tracker, MetricsLog(metrics_file, num_steps=self.config.training.steps, device=self.device) as log:
             log.say(self.describe())
-            self._train(folder, log, stop_requested)
+            self._train(folder, log, tracker, stop_requested)
             if self.step < self.config.training.steps:
                 log.say(f"stopped by a signal after step {self.step}")
 
-    def _train(self, folder: Path, log: MetricsLog, stop_requested: Callable[[], bool]) -> None:
+    def _train(self, folder: Path, log: MetricsLog, tracker: Tracker, stop_requested: Callable[[], bool]) -> None:
         for line in ([f"resumed after step {self.step}"] if self.step else []) + self.changed_settings:
             log.say(line)
         checkpoint, num_steps = self.config.checkpoint, self.config.training.steps
         if self.step >= num_steps:
             log.say(f"no step is left to take: training.steps={num_steps}")
-        with Checkpointer(checkpoint, folder, self.model, self.optimizer, step=self.step) as checkpoints:
-            # A rank whose save in the background failed has all stop; `finish` then raises on all of them.
-            for metrics in self.steps(stop_requested=lambda: stop_requested() or checkpoints.has_failed):
+        profiler = StepProfiler(self.config, folder, self.dims, self.device, say=log.say, step=self.step)
+        with Checkpointer(checkpoint, folder, self.model, self.optimizer, step=self.step) as checkpoints, profiler:
+
+            def must_stop() -> bool:
+                # A rank whose save in the background failed has all stop; `finish` then raises on all of them.
+                return stop_requested() or checkpoints.has_failed
+
+            for metrics in self.steps(stop_requested=must_stop, around=profiler.around):
                 evaluated = self.evaluate() if self.evaluation.is_due(self.step, num_steps) else None
                 log.write(metrics, as_record(evaluated))
+                tracker.log(metrics, evaluated)
                 if evaluated is not None:
                     log.say(f"held out after step {self.step}:  {evaluated}")
                 checkpoints.save_if_due(self.step, self.description)
