@@ -57,7 +57,10 @@ LAYERS = [
     ["attention", "attention.api", "attention.reference"],
     ["attention.single"],
     ["dispatch"],
-    ["models", "integrations.torchtitan"],  # its attention is the models', and one of them is built with it
+    [  # what a model of the job is built with, beside their attention
+        "models", "integrations.torchtitan", "integrations.transformers_attention", "integrations.transformers_checks",
+        "integrations.transformers_masks", "integrations.transformers_positions",
+    ],
     ["parallelize"],
     ["integrations", "plan"],
     ["train"],

@@ -21,6 +21,7 @@ from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.models import build_model
 from dtcp.models.hf import check_hf_config, load_safetensors
+from dtcp.models.transformers_config import is_transformers_model
 from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.fsdp import set_last_microbatch
 from dtcp.parallelize.gradients import clip_grad_norm_
@@ -180,7 +181,9 @@ class Trainer:
 
     def tell_sequence(self, microbatch: Microbatch) -> None:
         """Tell the planned attention how these rows are cut and where their documents lie, before their forward."""
-        if self.dims.cp > 1 or microbatch.documents is not None:
+        if is_transformers_model(self.model):
+            self.model.set_sequence(microbatch.layout, microbatch.documents)  # type: ignore[operator]
+        elif self.dims.cp > 1 or microbatch.documents is not None:
             set_sequence(self.model, microbatch.layout, documents=microbatch.documents)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
