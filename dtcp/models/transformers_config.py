@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +36,13 @@ class HFConfig:
         path: A folder with a ``config.json``, or that file.
         vocab_size: Rows of the embedding; None is the file's.
         num_layers: The first so many of its blocks; None is all.
-        overrides: Keys of ``config.json`` with other values, ``{sliding_window: 128}`` say.
+        overrides: Keys of ``config.json`` with other values, ``{sliding_window:128}`` say; None is no others.
     """
 
     path: str | None = None
     vocab_size: int | None = None
     num_layers: int | None = None
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: Any = None  # a mapping: hydra would take no new keys for one of its types
 
     def resolved(self) -> ResolvedHFConfig:
         """Return what the file says, with the changes. Loads transformers.
@@ -58,7 +58,7 @@ class HFConfig:
             )
         content = read_config(self.path)
         kind = _kind_of(content, self.path)
-        changes = dict(self.overrides)
+        changes = dict(self.overrides or {})
         names = getattr(kind, "attribute_map", {})
         for name, value in (("vocab_size", self.vocab_size), ("num_hidden_layers", self.num_layers)):
             if value is not None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -268,7 +268,8 @@ def _open_twin(kind: type, **more: Any) -> type[Any]:
     Args:
         more: Further fields, first; name and type.
     """
-    types = more | {f.name: _open_type(f.type) for f in dataclasses.fields(kind)}
+    hints = get_type_hints(kind)  # of modules whose annotations are strings too
+    types = more | {f.name: _open_type(hints[f.name]) for f in dataclasses.fields(kind)}
     # No defaults: a schema that is composed after the values, as the doctor's is, would put them in their place.
     fields = [(name, annotation, field(default=MISSING)) for name, annotation in types.items()]
     return dataclasses.make_dataclass(f"{kind.__name__}Schema", fields)
