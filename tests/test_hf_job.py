@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-import hf_models
 from dtcp.train.config import compose_job_config
 from dtcp.train.session import JobError
 from dtcp.train.trainer import Trainer
-from parity import JOB, TOLERANCE, Record, compare, nothing, record_run, scattered, tail
+from hf_job import STEPS, config_folder, job
+from parity import TOLERANCE, Record, compare, nothing, record_run, scattered, tail
 from ranks import Ranks
 from resuming import run_job, saved
 from test_train_parity import dropped_cross_rank_attention
-
-STEPS = 5
-PACKED = "data.pack_documents=true"
-# Standard deviations that make attention peaked, where 0.02 is flat.
-_PEAKED = "initializer_range:0.15"
-_OF_TYPE = {"mistral with a window": ",sliding_window:3", "gpt_oss": ",sliding_window:3", "gemma3": ",sliding_window:5"}
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @functools.cache
     def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
-        config, _ = (hf_models.MODELS | hf_models.OTHERS)[name]()
-        config.save_pretrained(folder)
-        return folder
+        return config_folder(name, tmp_path_factory.mktemp(name.replace(" ", "_")))
 
     return make
 
@@ -53,13 +45,6 @@ class Case:
     def __str__(self) -> str:
         names = [self.model, self.mesh.replace("mesh.", "").replace(" ", ","), *self.options, self.ignored.__name__]
         return "-".join([*names, "packed" if self.packed else "rows"]).replace(" ", "_")
-
-
-def job(folder: Path, model: str, packed: bool = False, steps: int = STEPS) -> list[str]:
-    overrides = f"model.overrides={{{_PEAKED}{_OF_TYPE.get(model, '')}}}"
-    sizes = ["model=hf", f"model.path={folder}", "model.vocab_size=264", overrides, *JOB]
-    rows = [PACKED, "data.max_bytes=60000"] if packed else ["data.max_bytes=60000"]
-    return [*sizes, *rows, "training.seq_len=97", f"training.steps={steps}"]
 
 
 def slow(*values: object) -> object:
@@ -110,3 +95,128 @@ def test_training_a_model_of_transformers_on_a_mesh_equals_one_rank(ranks, folde
     for rank, run in enumerate(ranks.run(case.world, record_run, overrides, case.ignored, (1, STEPS), timeout=400)):
         difference = compare(run, reference)
         assert difference.is_within, f"rank {rank}: {difference}"
+
+
+def record_with_fault(rank: int, world: int, overrides: Sequence[str]) -> Record:
+    with dropped_cross_rank_attention():
+        return record_run(rank, world, overrides, scattered, (1, STEPS))
+
+
+@pytest.mark.slow
+def test_the_comparison_sees_attention_that_stays_on_its_rank(ranks, folders, one_rank):
+    overrides = [*job(folders("llama"), "llama"), "mesh.cp=2", "attention.layout=contiguous"]
+    difference = compare(ranks.run(2, record_with_fault, overrides)[0], one_rank("llama", False, scattered))
+    assert difference.gradient > 100 * TOLERANCE, difference
+
+
+@pytest.mark.slow
+def test_bfloat16_on_a_mesh_is_bfloat16_of_one_rank(ranks, folders, one_rank):
+    """To the rounding of bfloat16: 2^-9 of each number, and sums of many."""
+    half = "training.param_dtype=bfloat16"
+    reference = one_rank("llama", True, nothing, half)
+    overrides = [*job(folders("llama"), "llama", True), half, "mesh.cp=2", "mesh.dp_shard=2"]
+    run = ranks.run(4, record_run, overrides, nothing, (1, STEPS), timeout=200)[0]
+    difference = compare(run, reference)
+    assert 0 < difference.loss < 2e-3
+    assert difference.grad_norm < 0.05
+
+
+# ---- checkpoints and evaluation --------------------------------------------------------------------------------------
+
+EVALUATED = ("evaluation.every=2", "evaluation.batches=2", "lr_scheduler=cosine", "training.steps=6")
+
+
+def evaluations(path: Path, name: str) -> list[float]:
+    lines = (path / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["eval_loss"] for line in lines if "eval_loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gpt_oss"])
+def test_a_job_resumes_bitwise_and_on_another_mesh(ranks, folders, tmp_path, model):
+    base = [*job(folders(model), model, True), *EVALUATED, "data.validation_fraction=0.1"]
+    whole = ranks.run(2, run_job, [*base, "mesh.cp=2", *saved(tmp_path, "whole")], timeout=200)[0]
+    for name in ("same", "other"):
+        ranks.run(2, run_job, [*base, "mesh.cp=2", *saved(tmp_path, name)], 4, timeout=200)
+    same = ranks.run(2, run_job, [*base, "mesh.cp=2", *saved(tmp_path, "same")], timeout=200)[0]
+    assert same.losses == whole.losses[4:]
+    assert all((same.tensors[name] == value).all() for name, value in whole.tensors.items())
+    mesh = ["mesh.cp=2", "mesh.dp_shard=2"]
+    other = ranks.run(4, run_job, [*base, *mesh, *saved(tmp_path, "other")], timeout=200)[0]
+    assert other.losses == pytest.approx(whole.losses[4:], rel=1e-5)
+    losses = evaluations(tmp_path, "whole")
+    assert len(losses) == 3
+    assert evaluations(tmp_path, "other") == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_refused_by_its_keys(ranks, folders, tmp_path):
+    base = job(folders("qwen3"), "qwen3")
+    ranks.run(1, run_job, [*base, "training.steps=2", *saved(tmp_path)], timeout=200)
+    other = [*base, "+model.overrides.rms_norm_eps=0.1", *saved(tmp_path)]
+    ranks.run_expecting(1, run_job, ValueError, r"model.rms_norm_eps was 1e-06 and is 0.1; set them back", other)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def start(rank: int, world: int, overrides: list[str]) -> str:
+    return Trainer(compose_job_config(overrides)).describe()
+
+
+def take_step(rank: int, world: int, overrides: list[str]) -> None:
+    Trainer(compose_job_config(overrides)).train_step()
+
+
+REFUSED = [
+    ("llama", ["mesh.tp=2"], r"model=hf has cp and dp, got tp=2 and pp=1"),
+    ("llama", ["mesh.pp=2", "training.local_batch_size=1"], r"model=hf has cp and dp, got tp=1 and pp=2"),
+    ("llama", ["training.compile=true"], r"model=hf is not compiled"),
+    ("llama", ["model.vocab_size=200"], r"has 257 ids, model hf only 200; use model.vocab_size=257"),
+    ("llama", ["model.path=null"], r"set model.path=FOLDER"),
+    ("llama", ["model.path=/nowhere"], r"there is no /nowhere"),
+    ("llama", ["model.num_layers=3"], r"has 2 layers, got model.num_layers=3"),
+    ("llama", ["model.overrides=[a]"], r"model.overrides has to be keys"),
+    (
+        "llama",
+        ["+model.overrides.attention_dropout=0.1"],
+        r"attention_dropout=0.1.*model.overrides=\{attention_dropout",
+    ),
+    ("gpt2", ["+model.overrides.resid_pdrop=0.1"], r"resid_pdrop=0.1, others on each mesh"),
+    ("gpt2", ["training.seq_len=129"], r"max_seq_len=128 learned positions, got a sequence of 129"),
+    ("llama", ["+model.overrides.quantization_config={a:1}"], r"quantized model"),
+    ("bert", [], r"is of BertForMaskedLM, and the job trains models that predict the next token"),
+]
+
+
+@pytest.mark.parametrize(("model", "overrides", "message"), REFUSED)
+def test_what_the_job_cannot_do_is_refused_by_name(ranks, folders, model, overrides, message):
+    ranks.run_expecting(2, start, JobError, message, [*job(folders(model), model), *overrides])
+
+
+def test_logits_that_change_after_the_head_have_no_loss_by_chunks(ranks, folders):
+    overrides = [*job(folders("gemma2"), "gemma2"), "training.loss_chunk_tokens=32", "mesh.cp=2"]
+    ranks.run_expecting(2, take_step, NotImplementedError, r"changes its logits after the head", overrides)
+
+
+def test_a_model_that_sees_the_future_is_refused(ranks, folders, tmp_path):
+    """BERT with a causal head in the file, and without is_decoder in its config."""
+    content = json.loads((folders("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    ranks.run_expecting(2, see_the_future, NotImplementedError, "sees the tokens that it has to predict", str(tmp_path))
+
+
+def see_the_future(rank: int, world: int, path: str) -> None:
+    from transformers import masking_utils
+    from transformers.models.llama import modeling_llama
+
+    before = modeling_llama.create_causal_mask
+    modeling_llama.create_causal_mask = masking_utils.create_bidirectional_mask
+    try:
+        Trainer(compose_job_config([*job(Path(path), "llama"), "mesh.cp=2"])).train_step()
+    finally:
+        modeling_llama.create_causal_mask = before
+
+
+def test_the_job_says_what_it_trains(ranks, folders):
+    assert "hf: 32,416 parameters" in ranks.run(2, start, [*job(folders("llama"), "llama"), "mesh.cp=2"])[0]

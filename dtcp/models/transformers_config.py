@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from dtcp.models.config import check_positive, training_flops_per_token
+from dtcp.models.safetensors_files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from dtcp.models.transformers_model import TransformersModel
-
-CONFIG_FILE = "config.json"
 
 # What a config.json says beside what the model is; a job that goes on may have others.
 _NOT_THE_MODEL = {
@@ -56,6 +55,11 @@ class HFConfig:
                 "model=hf needs the folder or config.json of a model of transformers, got model.path=null; set "
                 "model.path=FOLDER"
             )
+        if not isinstance(self.overrides, Mapping | None):
+            raise ValueError(
+                f"model.overrides has to be keys of {CONFIG_FILE} with values, got {self.overrides!r}; write "
+                "model.overrides={key:value}"
+            )
         content = read_config(self.path)
         kind = _kind_of(content, self.path)
         changes = dict(self.overrides or {})
@@ -71,6 +75,11 @@ class HFConfig:
             by_layer = {name: x for name, x in content.items() if isinstance(x, list) and len(x) == depth}
             changes = {name: x[: self.num_layers] for name, x in by_layer.items()} | changes
         text = json.dumps(content | changes, sort_keys=True)
+        if json.loads(text).get("quantization_config") is not None:
+            raise NotImplementedError(
+                f"{self.path} is of a quantized model, which is not trained here; set "
+                "+model.overrides.quantization_config=null, and give weights that are not quantized"
+            )
         return ResolvedHFConfig(text, tuple(sorted(changes)))
 
 
@@ -94,7 +103,7 @@ class ResolvedHFConfig:
     @property
     def description(self) -> dict[str, Any]:
         """The keys that say what is trained; others may differ where a job goes on."""
-        return {name: value for name, value in self.content.items() if name not in _NOT_THE_MODEL}
+        return describe_content(self.content)
 
     @property
     def vocab_size(self) -> int:
@@ -153,6 +162,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} holds a {type(content).__name__} and no object; give the {CONFIG_FILE} of a model")
     return dict(content)
+
+
+def describe_content(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say what the model is."""
+    return {name: value for name, value in content.items() if name not in _NOT_THE_MODEL}
 
 
 @functools.lru_cache

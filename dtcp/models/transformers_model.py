@@ -212,7 +212,9 @@ def _takes(hf: nn.Module) -> set[str]:
     return set(inspect.signature(hf.forward).parameters)
 
 
-def _put(made: list[Tensor], head_fn: Callable[..., Tensor], inputs: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:
+def _put(
+    made: list[Tensor], head_fn: Callable[..., Tensor], inputs: Tensor | None, x: Tensor, weight: Tensor
+) -> Tensor:
     made.append(head_fn(x, weight) if inputs is None else head_fn(x, weight, inputs))
     return made[-1]
 

@@ -20,7 +20,6 @@ from dtcp.linear_loss import linear_token_loss
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.models import build_model
-from dtcp.models.hf import check_hf_config, load_safetensors
 from dtcp.models.transformers_config import is_transformers_model
 from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.fsdp import set_last_microbatch
@@ -43,6 +42,7 @@ from dtcp.train.parallel import parallelize_for_training
 from dtcp.train.run_folder import CONFIG_FILE, METRICS_FILE
 from dtcp.train.session import agreed
 from dtcp.train.summary import resolved_config, summary
+from dtcp.train.weights import check_weights, load_weights
 
 
 class Trainer:
@@ -84,8 +84,7 @@ class Trainer:
             assert vocab_size is not None  # of a resolved config
             check_vocabulary(self.dataset.tokenizer.vocab_size, vocab_size, config.model.name)
             check_checkpoint_config(config.checkpoint)
-            if config.model.weights is not None:
-                check_hf_config(self.model_config, Path(config.model.weights).expanduser())
+            check_weights(config.model, self.model_config)
             self.evaluation = Evaluation(config.evaluation, self.dataset, config.training.global_batch_size)
         self.dims.build_mesh(self.device.type)
         self.rows = deal_microbatches(
@@ -148,8 +147,7 @@ class Trainer:
         whole = build_model(self.model_config, device="meta")
         with agreed():
             model = parallelize_for_training(whole, self.dims, self.config, self.device, **self.plans(whole))
-            if self.config.model.weights is not None:
-                load_safetensors(model, self.config.model.weights, whole=whole)
+            load_weights(model, self.config.model, whole=whole)
         return model
 
     def plans(self, model: nn.Module) -> dict[str, Any]:
@@ -217,9 +215,7 @@ class Trainer:
             return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
         head_fn = functools.partial(self.head_loss, num_valid_tokens=num_valid_tokens)
         self.tell_sequence(microbatch)
-        return self.model(
-            microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels
-        )
+        return self.model(microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels)
 
     def head_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, num_valid_tokens: Tensor | int) -> Tensor:
         """Return the share of the loss from the last hidden states and the head's weight, by chunks of tokens."""
@@ -290,9 +286,7 @@ class Trainer:
         grad_norm = clip_grad_norm_(self.model, self.config.training.max_norm, self.dims).item()
         loss, num_stops = self._sum_over_ranks(share, stop_requested)
         forward = None if isinstance(self.model, Pipeline) else self.forward
-        refuse_non_finite(
-            self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=forward
-        )
+        refuse_non_finite(self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=forward)
         lr = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()

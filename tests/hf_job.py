@@ -1,0 +1,35 @@
+"""A small model of transformers as a job: its config.json, and the overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hf_models
+from parity import JOB
+
+PACKED = "data.pack_documents=true"
+STEPS = 5
+# Standard deviations that make attention peaked, where 0.02 is flat.
+_PEAKED = "initializer_range:0.15"
+_OF_MODEL = {
+    "mistral with a window": ",sliding_window:3",
+    "gpt_oss": ",sliding_window:3",
+    "gemma3": ",sliding_window:5",
+}
+
+
+def config_folder(name: str, folder: Path, **more: Any) -> Path:
+    """``folder``, with the config.json of a model of ``hf_models``."""
+    config, kind = (hf_models.MODELS | hf_models.OTHERS)[name]()
+    config.update({"architectures": [kind.__name__], **more})
+    config.save_pretrained(folder)
+    return folder
+
+
+def job(path: Path, model: str, packed: bool = False, steps: int = STEPS) -> list[str]:
+    """Overrides of a job that trains it on a little of the standard library's text, with peaked attention."""
+    changes = f"model.overrides={{{_PEAKED}{_OF_MODEL.get(model, '')}}}"
+    sizes = ["model=hf", f"model.path={path}", "model.vocab_size=264", changes, *JOB]
+    rows = [PACKED, "data.max_bytes=60000"] if packed else ["data.max_bytes=60000"]
+    return [*sizes, *rows, "training.seq_len=97", f"training.steps={steps}"]
