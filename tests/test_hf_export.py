@@ -1,4 +1,4 @@
-"""Models of transformers out of checkpoints of the job, and back in: what plain transformers loads is the same model."""
+"""Models of transformers out of checkpoints of the job, and back in: plain transformers loads the same model."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _put(
     return made[-1]
 
 
-# ---- what of a model of transformers has to be found ------------------------------------------------------------------
+# ---- what of a model of transformers has to be found -----------------------------------------------------------------
 
 
 class _Head(nn.Module):
@@ -300,7 +300,7 @@ def _refuse_dropout(theirs: Any) -> None:
                 )
 
 
-# ---- initial values, as transformers has them --------------------------------------------------------------------------
+# ---- initial values, as transformers has them ------------------------------------------------------------------------
 
 
 def _initial_values(hf: Any) -> Iterator[tuple[str, Fill]]:

@@ -22,7 +22,7 @@ from dtcp.models.transformers_model import PREFIX, TransformersModel
 
 
 def check_folder(config: ResolvedHFConfig, folder: str | Path) -> None:
-    """Raise ``ValueError`` if the folder's ``config.json`` describes another model, but for what was changed on purpose."""
+    """Raise ``ValueError`` if the folder's ``config.json`` is of another model, but for what was changed on purpose."""
     theirs = describe_content(read_config(folder))
     ours = config.description
     differing = [

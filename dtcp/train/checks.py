@@ -61,8 +61,8 @@ def check_transformers(config: JobConfig, dims: ParallelDims) -> None:
     """Refuse what models of transformers have not: other axes of the mesh, and compilation."""
     if dims.tp * dims.pp > 1:
         raise NotImplementedError(
-            f"model=hf has cp and dp, got tp={dims.tp} and pp={dims.pp}; use mesh.tp=1 mesh.pp=1, or a model=llama_* of "
-            "the same weights"
+            f"model=hf has cp and dp, got tp={dims.tp} and pp={dims.pp}; use mesh.tp=1 mesh.pp=1, or a model=llama_* "
+            "of the same weights"
         )
     if config.training.compile:
         raise NotImplementedError(
