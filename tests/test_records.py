@@ -69,14 +69,14 @@ def test_tokens_are_kept_and_made_anew_when_a_file_changes(tmp_path, monkeypatch
         (
             [{"body": "x", "id": 1}],
             {},
-            r"a.jsonl has none of text, messages among its columns, which are body, id; set",
+            r"a.jsonl has none of text, messages among its columns, which are body, id",
         ),
         ([{"text": "x", "id": 1}], {"column": "body"}, r"no 'body' among its columns, which are text, id"),
         ([{"text": 3}], {}, r"record 1 of .*a.jsonl has a int where text is to be"),
         (
             [{"messages": [{"role": "user", "content": "x"}]}],
             {},
-            r"only a tokenizer with a chat template.*data.tokenizer",
+            r"only a tokenizer with a chat template",
         ),
         ([], {}, r"a.jsonl has no records; put some in it"),
         ([{"text": ""}, {"text": ""}], {}, r"no record of .*a.jsonl has text in it"),
@@ -137,16 +137,8 @@ def test_messages_are_joined_by_the_template_of_the_folder(tmp_path):
     corpus = corpus_of(tmp_path, write_json(tmp_path / "a.jsonl", [{"messages": turns}] * 3), tokenizer=tokenizer)
     one = tokenizer.encode_messages(turns).tolist()
     assert corpus.tokens.tolist() == [*one, tokenizer.end_of_document] * 3
-    assert tokenizer.decode(one).split() == [
-        "<|im_start|>",
-        "user",
-        "hello",
-        "<|im_end|>",
-        "<|im_start|>",
-        "assistant",
-        "you",
-        "<|im_end|>",
-    ]
+    text = "<|im_start|> user hello <|im_end|> <|im_start|> assistant you <|im_end|>"
+    assert " ".join(tokenizer.decode(one).split()) == text
     # Spelled out in a text, a special token is text.
     assert tokenizer.end_of_document not in tokenizer.encode(b"a word <|im_end|>").tolist()
 

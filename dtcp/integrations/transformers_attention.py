@@ -61,12 +61,14 @@ class Sequence:
         return self._chunked[pattern.chunk_size]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _LayerMask:
-    """What a layer gets for its attention mask: nothing dense. Kept by a checkpoint, which recomputes with its own."""
+    """What a layer gets for its attention mask: nothing dense. Kept by a checkpoint, which recomputes with its own.
 
-    sequence: Sequence
-    pattern: Pattern
+    No dataclass: FSDP2 would make a new one of it and of all that is in it, where it casts the inputs of blocks.
+    """
+
+    def __init__(self, sequence: Sequence, pattern: Pattern) -> None:
+        self.sequence, self.pattern = sequence, pattern
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

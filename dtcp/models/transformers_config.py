@@ -137,6 +137,16 @@ class ResolvedHFConfig:
         check_positive(seq_len=seq_len)
         on_meta(self).check_seq_len(seq_len)
 
+    def peaked(self, spread: float) -> dict[str, float]:
+        """Return the key of ``config.json`` that makes attention of initial weights peaked, and its value.
+
+        Args:
+            spread: Standard deviation of a query's elements after the norm.
+        """
+        text = self._text_config
+        key = "initializer_range" if hasattr(text, "initializer_range") else "init_std"
+        return {key: spread / text.hidden_size**0.5}
+
     @property
     def _text_config(self) -> Any:
         return transformers_config(self).get_text_config()

@@ -98,6 +98,20 @@ class TransformersModel(nn.Module):
         warn_of_untested(self.hf.config.model_type)
         self._dims, self._how = dims, how
 
+    def attend_by_torch(self) -> None:
+        """From now on attend uncut by ``F.scaled_dot_product_attention``, by transformers' own code and masks.
+
+        Raises:
+            NotImplementedError: If that would leave out a soft cap or sinks of the model.
+        """
+        text = self.hf.config.get_text_config()
+        if not self.hf._supports_sdpa or getattr(text, "attn_logit_softcapping", None) is not None:
+            raise NotImplementedError(
+                f"{type(self.hf).__name__} attends with a soft cap or sinks, which transformers does not compute by "
+                "F.scaled_dot_product_attention; compare the losses of a few steps with one rank's instead"
+            )
+        self.hf.set_attn_implementation("sdpa")
+
     def set_sequence(self, layout: SequenceLayout, documents: Documents | None = None) -> None:
         """Say how the tokens of the next forward are cut, and where their documents lie."""
         self._told = layout, documents
@@ -232,7 +246,7 @@ class _Head(nn.Module):
         self._embedding = (embedding,)
         if not self.is_tied:
             self.weight = head.weight
-        self.bias = head.bias
+        self.bias: Any = head.bias  # None of most
         self.in_place: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
         plans: ``tensor_plan`` and ``context_plan`` of `parallelize`, for models that dtcp has no plan for.
     """
     training, checkpointing = config.training, config.activation_checkpointing
-    how = {
+    how: dict[str, Any] = {
         "strategy": config.attention.strategy,
         "ulysses_degree": config.attention.ulysses_degree,
         "ranks_per_node": dims.cp_ranks_per_node(config.mesh.ranks_per_node),
