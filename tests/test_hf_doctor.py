@@ -1,4 +1,4 @@
-"""The doctor examines model=hf: right ones are right, planted faults are wrong, and what it cannot compare is refused."""
+"""The doctor examines model=hf: right is right, a planted fault is wrong, and what it cannot compare is refused."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from dtcp.models import build_model
 from dtcp.train.config import compose_job_config
 from dtcp.train.session import JobError
 from dtcp.train.trainer import Trainer
@@ -233,4 +235,24 @@ def see_the_future(rank: int, world: int, path: str) -> None:
 
 
 def test_the_job_says_what_it_trains(ranks, folders):
-    assert "hf: 32,416 parameters" in ranks.run(2, start, [*job(folders("llama"), "llama"), "mesh.cp=2"])[0]
+    assert (
+        "hf LlamaForCausalLM: 32,416 parameters"
+        in ranks.run(2, start, [*job(folders("llama"), "llama"), "mesh.cp=2"])[0]
+    )
+
+
+def test_a_seed_draws_what_transformers_would_draw_and_a_mesh_changes_nothing(folders):
+    """The same distributions, by parameter; and scaled residual weights, which GPT-2 draws a second time."""
+    from transformers import AutoModelForCausalLM
+
+    model = build_model("hf", path=str(folders("gpt2")), vocab_size=264, overrides={"n_embd": 128}, seed=5)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(model.hf.config, attn_implementation="eager")
+    drawn = dict(model.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        mine = drawn[f"hf.{name}"]
+        assert float(mine.mean()) == pytest.approx(float(parameter.mean()), abs=2e-3), name
+        assert float(mine.std()) == pytest.approx(float(parameter.std()), rel=0.1, abs=1e-6), name
+    assert float(drawn["hf.transformer.h.0.mlp.c_proj.weight"].std()) == pytest.approx(0.01, rel=0.1)
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(dict(model.hf.named_buffers())[name], buffer), name

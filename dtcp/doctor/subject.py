@@ -303,7 +303,8 @@ def check_by_torch(config: ResolvedHFConfig, is_by_context: bool) -> None:
     """Refuse a model of transformers that there is no reference for, or another door than its own."""
     if is_by_context:
         raise ValueError("doctor.door=context is not for model=hf, whose attention has its own door; use door=plan")
-    build_model(config, device="meta").attend_by_torch()  # type: ignore[union-attr]
+    model: Any = build_model(config, device="meta")
+    model.attend_by_torch()
 
 
 def check_fits(num_parameters: int, device: torch.device) -> None:

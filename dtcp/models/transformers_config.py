@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What a config.json says beside what the model is; a job that goes on may have others.
 _NOT_THE_MODEL = {
     "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "initializer_range",
-    "bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "output_hidden_states",
+    "bos_token_id", "eos_token_id", "output_attentions", "output_hidden_states",
     "_attn_implementation", "attn_implementation",
 }  # fmt: skip
 
@@ -104,6 +104,11 @@ class ResolvedHFConfig:
     def description(self) -> dict[str, Any]:
         """The keys that say what is trained; others may differ where a job goes on."""
         return describe_content(self.content)
+
+    @property
+    def title(self) -> str:
+        """What a job calls it."""
+        return f"hf {type(on_meta(self).hf).__name__}"
 
     @property
     def vocab_size(self) -> int:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from dtcp.integrations.transformers_attention import IMPLEMENTATION, Sequence, announce
 from dtcp.integrations.transformers_checks import (
@@ -34,6 +33,7 @@ from dtcp.layout import SequenceLayout, make_layout
 from dtcp.models.init import Fill, initialize
 from dtcp.models.inputs import check_tokens, position_error, resolve_positions
 from dtcp.models.transformers_config import ResolvedHFConfig, transformers_config
+from dtcp.models.transformers_init import fill_buffers, initial_values
 
 if TYPE_CHECKING:
     from dtcp.documents import Documents
@@ -60,15 +60,13 @@ class TransformersModel(nn.Module):
         self.config = config
         theirs = copy.deepcopy(transformers_config(config))
         _refuse_dropout(theirs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            hf = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager", dtype=torch.float32)
+        hf = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager", dtype=torch.float32)
         self.hf: Any = hf.train()
         if getattr(hf.config, "is_encoder_decoder", False) or "position_ids" not in _takes(hf):
             raise NotImplementedError(
                 f"{type(hf).__name__} takes no position_ids, which a cut sequence needs; such models are not available"
             )
-        self._fills = dict(_initial_values(hf))
+        self._fills = {PREFIX + name: fill for name, fill in initial_values(hf)}
         self._head = _own_head(hf)
         self._blocks = _find_blocks(hf)
         _refuse_other_ties(hf)
@@ -199,27 +197,9 @@ class TransformersModel(nn.Module):
         """Return what draws the initial values of the parameter called ``name``."""
         return self._fills[name]
 
-    @torch.no_grad()
     def init_buffers(self) -> None:
         """Fill the tables that are no parameters (rotary angles, say), which ``to_empty`` leaves as they come."""
-        for path, module in self.hf.named_modules():
-            buffers = {name: x for name, x in module._buffers.items() if x is not None and not x.is_meta}
-            if not buffers:
-                continue
-            stand_in = _stand_in(module)
-            stand_in._parameters = {n: _on_meta(p) for n, p in module._parameters.items()}
-            filled = []
-            for first in (3, 5):  # what neither start shows in is what transformers has put there
-                for buffer in buffers.values():
-                    buffer.fill_(first)
-                _nearest_model(self.hf, path)._init_weights(stand_in)
-                filled.append({name: x.clone() for name, x in buffers.items()})
-            for name in buffers:
-                if not torch.equal(filled[0][name], filled[1][name]):
-                    raise NotImplementedError(
-                        f"transformers does not say what {path}.{name} of {type(self.hf).__name__} begins with, so it "
-                        "cannot be made anew on each rank; such models are not available"
-                    )
+        fill_buffers(self.hf)
 
 
 def _takes(hf: nn.Module) -> set[str]:
@@ -312,64 +292,3 @@ def _refuse_dropout(theirs: Any) -> None:
                     f"{type(config).__name__} drops elements at random, {name}={value}, others on each mesh; set "
                     f"model.overrides={{{name}:0.0}}"
                 )
-
-
-# ---- initial values, as transformers has them ------------------------------------------------------------------------
-
-
-def _initial_values(hf: Any) -> Iterator[tuple[str, Fill]]:
-    """What draws each parameter, by its name here; taken before wrappers change the modules."""
-    originals = {path: _stand_in(module) for path, module in hf.named_modules()}
-    for path, module in hf.named_modules():
-        for leaf, _ in module.named_parameters(recurse=False):
-            name = f"{path}.{leaf}" if path else leaf
-            yield PREFIX + name, functools.partial(_fill, hf, originals, path, leaf)
-
-
-def _fill(hf: Any, originals: dict[str, nn.Module], path: str, leaf: str, values: Tensor) -> None:
-    """Draw one parameter as transformers does: by its module, then by what is around that, which may draw it again.
-
-    The other parameters of these modules are on the meta device: they take no random numbers.
-    """
-    values.fill_(torch.nan)
-    below: tuple[str, nn.Module] | None = None
-    while True:
-        module = _stand_in(originals[path])
-        module._parameters = {name: _on_meta(p) for name, p in module._parameters.items()}
-        if below is None:
-            module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
-        else:
-            module._modules[below[0]] = below[1]
-        _nearest_model(hf, path)._init_weights(module)
-        if not path:
-            break
-        path, _, name = path.rpartition(".")
-        below = name, module
-    if bool(values.isnan().any()):
-        raise NotImplementedError(
-            f"transformers does not say what {leaf} of {type(hf).__name__} begins with; begin with its weights, "
-            "model.weights=FOLDER"
-        )
-
-
-def _stand_in(module: nn.Module) -> nn.Module:
-    """The same module with dicts of its own for what is in it."""
-    clone = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        clone.__dict__[name] = dict(module.__dict__[name])
-    return clone
-
-
-def _on_meta(parameter: Tensor | None) -> nn.Parameter | None:
-    if parameter is None:
-        return None
-    return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="meta"), requires_grad=False)
-
-
-def _nearest_model(hf: Any, path: str) -> Any:
-    """The `PreTrainedModel` that the module at ``path`` is in, or is."""
-    while True:
-        module = hf.get_submodule(path)
-        if isinstance(module, PreTrainedModel) or not path:
-            return module
-        path = path.rpartition(".")[0]

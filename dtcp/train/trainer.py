@@ -197,7 +197,7 @@ class Trainer:
     @property
     def model_summary(self) -> tuple[str, int]:
         """The model's name and its number of parameters."""
-        return self.config.model.name, self.model_config.num_parameters
+        return getattr(self.model_config, "title", self.config.model.name), self.model_config.num_parameters
 
     def inputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return what the model takes beside the tokens, (B, S_local) each."""
