@@ -48,8 +48,8 @@ def write(model: Any, folder: Path, **options: Any) -> None:
     save_folder(model.config, folder, read, **{"dtype": torch.float32} | options)
 
 
-NAMES = ["llama", "gpt2", *(pytest.param(x, marks=pytest.mark.slow) for x in (
-    "qwen3", "mistral with a window", "gemma3", "gpt_oss", "gemma2", "olmo2", "phi3", "opt", "llama4"
+NAMES = ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in (
+    "gpt2", "qwen3", "mistral with a window", "gemma3", "gpt_oss", "gemma2", "olmo2", "phi3", "opt", "llama4"
 ))]  # fmt: skip
 
 
@@ -154,6 +154,7 @@ def start_with(rank: int, world: int, overrides: list[str]) -> None:
     Trainer(compose_job_config(overrides))
 
 
+@pytest.mark.slow
 def test_weights_true_needs_a_folder(ranks, tmp_path):
     file = config_folder("llama", tmp_path / "config") / "config.json"
     overrides = [*job(file, "llama"), "model.weights=true"]

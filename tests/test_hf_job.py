@@ -234,6 +234,7 @@ def see_the_future(rank: int, world: int, path: str) -> None:
         modeling_llama.create_causal_mask = before
 
 
+@pytest.mark.slow
 def test_the_job_says_what_it_trains(ranks, folders):
     assert (
         "hf LlamaForCausalLM: 32,416 parameters"

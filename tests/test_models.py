@@ -433,5 +433,6 @@ def test_models_contain_no_parallel_code() -> None:
                     "dtcp.dispatch.masked",
                     "dtcp.mask",
                     "dtcp.integrations.torchtitan",
+                    "dtcp.integrations.transformers_checks",
                 )
                 assert not name.startswith("dtcp") or allowed, f"{path.name} imports {name}"

@@ -57,14 +57,8 @@ LAYERS = [
     ["attention", "attention.api", "attention.reference"],
     ["attention.single"],
     ["dispatch"],
-    [  # what a model of the job is built with, beside their attention
-        "models",
-        "integrations.torchtitan",
-        "integrations.transformers_attention",
-        "integrations.transformers_checks",
-        "integrations.transformers_masks",
-        "integrations.transformers_positions",
-    ],
+    # Its attention is the models', and one of them is built with it, another with what refuses models.
+    ["models", "integrations.torchtitan", "integrations.transformers_checks"],
     ["parallelize"],
     ["integrations", "plan"],
     ["train"],
@@ -167,9 +161,12 @@ def test_models_contain_no_parallel_code():
         if module.startswith("models"):
             # Dropout, also of attention weights, is to a model what attention is: a call that is exact however the
             # model is cut.
-            allowed = ("dropout", "mask", "dispatch.masked", "integrations.torchtitan")
+            allowed = (
+                "dropout", "mask", "dispatch.masked", "integrations.torchtitan", "integrations.transformers_checks"
+            )  # fmt: skip
             assert all(other.startswith("models") or other in allowed for other in others), module
-    assert not any(name.startswith("torch.distributed") for name in foreign(PACKAGE / "integrations" / "torchtitan.py"))
+    for name in ("torchtitan.py", "transformers_checks.py"):
+        assert not any(x.startswith("torch.distributed") for x in foreign(PACKAGE / "integrations" / name)), name
     for path in (PACKAGE / "models").rglob("*.py"):
         assert not any(name.startswith("torch.distributed") for name in foreign(path)), path
 

@@ -11,7 +11,7 @@ import pytest
 
 from dtcp.train.data import DataConfig, make_dataset
 from dtcp.train.records import read_records
-from dtcp.train.tokenizer import ByteTokenizer, FolderTokenizer, make_tokenizer
+from dtcp.train.tokenizer import ByteTokenizer, ChatTokenizer, make_tokenizer
 from hf_job import config_folder, job
 from resuming import run_job, saved
 
@@ -132,7 +132,7 @@ def tokenizer_folder(folder: Path, *, end: str | None = "<|im_end|>", template: 
 
 def test_messages_are_joined_by_the_template_of_the_folder(tmp_path):
     tokenizer = make_tokenizer(str(tokenizer_folder(tmp_path / "words")))
-    assert isinstance(tokenizer, FolderTokenizer)
+    assert isinstance(tokenizer, ChatTokenizer)
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
     corpus = corpus_of(tmp_path, write_json(tmp_path / "a.jsonl", [{"messages": turns}] * 3), tokenizer=tokenizer)
     one = tokenizer.encode_messages(turns).tolist()

@@ -205,7 +205,7 @@ def build_transformers(config: ResolvedHFConfig) -> TransformersModel:
     """Return the model that ``config`` describes, on the current default device."""
     from dtcp.models.transformers_model import TransformersModel
 
-    return TransformersModel(config)
+    return TransformersModel(config, transformers_config(config))
 
 
 def is_transformers_model(model: nn.Module) -> bool:

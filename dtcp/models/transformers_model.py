@@ -1,7 +1,7 @@
 """A causal language model of transformers as the training job takes its models; loading this loads transformers.
 
-Its code, parameter names (after ``hf.``) and initial distributions are transformers' own. Uncut it attends as
-transformers does; `attend_over` a mesh it attends by `dtcp.integrations.transformers`.
+Its code, parameter names (after ``hf.``) and initial distributions are transformers' own, and so is its attention;
+over a mesh it attends by `dtcp.integrations.transformers_job`. No parallel code.
 
 Shapes: B batch, S positions held here, V vocabulary.
 """
@@ -12,32 +12,17 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dtcp.integrations.transformers_attention import IMPLEMENTATION, Sequence, announce
-from dtcp.integrations.transformers_checks import (
-    check_config,
-    check_modules,
-    check_rotary,
-    check_temperature,
-    configs_of,
-    warn_of_untested,
-)
-from dtcp.integrations.transformers_positions import refuse_own_positions
-from dtcp.layout import SequenceLayout, make_layout
+from dtcp.integrations.transformers_checks import check_rotary, check_temperature, configs_of
 from dtcp.models.init import Fill, initialize
 from dtcp.models.inputs import check_tokens, position_error, resolve_positions
-from dtcp.models.transformers_config import ResolvedHFConfig, transformers_config
 from dtcp.models.transformers_init import fill_buffers, initial_values
-
-if TYPE_CHECKING:
-    from dtcp.documents import Documents
-    from dtcp.mesh import ParallelDims
 
 PREFIX = "hf."
 """Of every parameter's name; the rest is transformers' own."""
@@ -49,8 +34,12 @@ class TransformersModel(nn.Module):
     A tied head has no weight of its own: two names for one parameter come apart in ``to_empty``.
     """
 
-    def __init__(self, config: ResolvedHFConfig) -> None:
+    def __init__(self, config: Any, theirs: Any) -> None:
         """Build on the current default device; call ``init_weights`` before use.
+
+        Args:
+            config: Of the job, a `ResolvedHFConfig`.
+            theirs: The same as transformers' own object.
 
         Raises:
             NotImplementedError: If the model drops elements at random, ties weights beside the head's, or has no
@@ -58,9 +47,8 @@ class TransformersModel(nn.Module):
         """
         super().__init__()
         self.config = config
-        theirs = copy.deepcopy(transformers_config(config))
         _refuse_dropout(theirs)
-        hf = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager", dtype=torch.float32)
+        hf = AutoModelForCausalLM.from_config(copy.deepcopy(theirs), attn_implementation="eager", dtype=torch.float32)
         self.hf: Any = hf.train()
         if getattr(hf.config, "is_encoder_decoder", False) or "position_ids" not in _takes(hf):
             raise NotImplementedError(
@@ -70,31 +58,12 @@ class TransformersModel(nn.Module):
         self._head = _own_head(hf)
         self._blocks = _find_blocks(hf)
         _refuse_other_ties(hf)
-        self._dims: ParallelDims | None = None
-        self._how: dict[str, Any] = {}
-        self._told: tuple[SequenceLayout, Documents | None] | None = None
+        self.on_forward: Callable[[Tensor], None] | None = None  # what is to know of the tokens before they run
 
     @property
     def layers(self) -> nn.ModuleList:
         """Its blocks, which activation checkpointing and FSDP2 take one by one."""
         return self.hf.get_submodule(self._blocks)
-
-    def attend_over(self, dims: ParallelDims, **how: Any) -> None:
-        """From now on attend over the cp ranks of a mesh; call `set_sequence` before a forward.
-
-        Args:
-            dims: Built mesh, tp=1 and pp=1.
-            how: ``strategy``, ``kernel`` and the like, of ``dtcp.context_parallel_attention``.
-
-        Raises:
-            NotImplementedError: If something of the model cannot be computed exactly on a cut sequence; names it.
-        """
-        self.hf.set_attn_implementation(IMPLEMENTATION)
-        check_config(self.hf, IMPLEMENTATION, dims)
-        check_modules(self.hf)
-        refuse_own_positions(self.hf)
-        warn_of_untested(self.hf.config.model_type)
-        self._dims, self._how = dims, how
 
     def attend_by_torch(self) -> None:
         """From now on attend uncut by ``F.scaled_dot_product_attention``, by transformers' own code and masks.
@@ -109,10 +78,6 @@ class TransformersModel(nn.Module):
                 "F.scaled_dot_product_attention; compare the losses of a few steps with one rank's instead"
             )
         self.hf.set_attn_implementation("sdpa")
-
-    def set_sequence(self, layout: SequenceLayout, documents: Documents | None = None) -> None:
-        """Say how the tokens of the next forward are cut, and where their documents lie."""
-        self._told = layout, documents
 
     def forward(
         self,
@@ -138,10 +103,8 @@ class TransformersModel(nn.Module):
         """
         check_tokens(tokens, self.config.vocab_size)
         positions = resolve_positions(positions, tokens).expand(tokens.shape)
-        if self._dims is not None:
-            layout, documents = self._told or (make_layout("contiguous", seq_len=tokens.size(1), cp=1), None)
-            sequence = Sequence(self._dims, layout, documents, tokens.size(0), self._how, is_causal=True)
-            announce(self.hf, sequence, {"input_ids": tokens})
+        if self.on_forward is not None:
+            self.on_forward(tokens)
         if head_fn is None:
             return self.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
         if self._head is None:

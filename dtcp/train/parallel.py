@@ -81,7 +81,10 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
     }
     if is_transformers_model(model):
         check_transformers(config, dims)
-        model.attend_over(dims, **how)  # type: ignore[operator]
+        # Loads transformers, as the model did.
+        from dtcp.integrations.transformers_job import attend_over
+
+        attend_over(model, dims, **how)  # type: ignore[arg-type]
         plans = {"context_plan": {}} | plans  # its attention is reached by its own interface
     return parallelize(
         model,

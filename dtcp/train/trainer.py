@@ -180,7 +180,9 @@ class Trainer:
     def tell_sequence(self, microbatch: Microbatch) -> None:
         """Tell the planned attention how these rows are cut and where their documents lie, before their forward."""
         if is_transformers_model(self.model):
-            self.model.set_sequence(microbatch.layout, microbatch.documents)  # type: ignore[operator]
+            from dtcp.integrations.transformers_job import tell_sequence
+
+            tell_sequence(self.model, microbatch.layout, microbatch.documents)  # type: ignore[arg-type]
         elif self.dims.cp > 1 or microbatch.documents is not None:
             set_sequence(self.model, microbatch.layout, documents=microbatch.documents)
 
