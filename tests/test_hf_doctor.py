@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtcp.train.session import JobError
-from hf_job import config_folder
+from hf_job import config_folder, packed_documents
 from test_doctor import local_positions, run_doctor
 from test_train_parity import dropped_cross_rank_attention
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 def overrides(name: str, folder: Path, *more: str) -> str:
     path = config_folder(name, folder)
-    return " ".join(["model=hf", f"model.path={path}", "model.vocab_size=264", "doctor.seq_len=61", *more])
+    options = [x for option in more for x in (packed_documents(path) if option == "packed" else [option])]
+    return " ".join(["model=hf", f"model.path={path}", "model.vocab_size=264", "doctor.seq_len=61", *options])
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def overrides(name: str, folder: Path, *more: str) -> str:
         ("llama", 2, ["mesh.cp=2"]),
         ("mistral with a window", 2, ["mesh.cp=2", "+model.overrides.sliding_window=7"]),
         ("gpt2", 4, ["mesh.cp=2", "mesh.dp_shard=2", "activation_checkpointing.mode=full"]),
-        ("gemma3", 2, ["mesh.cp=2", "data.pack_documents=true", "training.param_dtype=bfloat16"]),
+        ("gemma3", 2, ["mesh.cp=2", "packed", "training.param_dtype=bfloat16"]),
         ("opt", 2, ["mesh.cp=2", "attention.layout=striped", "attention.strategy=all_gather"]),
     ],
 )

@@ -176,7 +176,7 @@ def test_a_job_of_records_resumes_bitwise_and_on_another_mesh(ranks, tmp_path):
     path = write_json(tmp_path / "a.jsonl", records_of(TEXTS))
     words = tokenizer_folder(tmp_path / "words")
     data = ["data=hf", f"data.paths=[{path}]", f"data.tokenizer={words}", f"data.cache={tmp_path / 'cache'}"]
-    base = [x for x in job(config_folder("llama", tmp_path / "config"), "llama", True) if "max_bytes" not in x]
+    base = job(config_folder("llama", tmp_path / "config"), "llama", True)
     base += [*data, "training.seq_len=33", "training.steps=6", "evaluation.every=2", "data.validation_fraction=0.1"]
     whole = ranks.run(2, run_job, [*base, "mesh.cp=2", *saved(tmp_path, "whole")], timeout=200)[0]
     for name in ("same", "other"):
