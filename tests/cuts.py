@@ -66,6 +66,7 @@ def raises(fn, match, error=ValueError):
         fn()
 
 
+
 def inputs(seq_len):
     """(tensor, dim): each dim, counted from both ends, and 1-D."""
     generator = torch.Generator().manual_seed(seq_len)
