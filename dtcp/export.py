@@ -3,19 +3,22 @@
     python -m dtcp.export outputs/demo hf/demo                        the newest checkpoint of a run
     python -m dtcp.export outputs/demo/checkpoints/step_00000100 hf/demo --dtype bfloat16
 
-One process, no torchrun, whatever mesh the job ran on; memory for the weights of the model. ``model.weights=hf/demo``
-starts a job from the result.
+One process, no torchrun, whatever mesh the job ran on; memory for the weights of the model, and of ``model=hf``, which
+``AutoModelForCausalLM.from_pretrained`` loads, for one file of 5 GB. ``model.weights=hf/demo`` starts a job from the
+result.
 """
 
 import argparse
+import json
 import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dtcp.models import GPTConfig, LlamaConfig, RopeScaling, build_model
+from dtcp.models import GPTConfig, LlamaConfig, ResolvedHFConfig, RopeScaling, build_model
 from dtcp.models.hf import save_safetensors
 from dtcp.train.checkpoint import load_tensors
 from dtcp.train.checkpoint_files import find_checkpoint, read_description
@@ -37,21 +40,42 @@ def export(source: Path, out: Path, *, dtype: torch.dtype = torch.float32) -> Pa
 
     Raises:
         ValueError: If the checkpoint is damaged or none, or ``out`` holds something.
-        NotImplementedError: If the model is no Llama.
+        NotImplementedError: If the model is no Llama and none of transformers.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not empty; give a folder that does not exist")
     checkpoint = find_checkpoint(source)
     description = read_description(checkpoint)
-    model = build_model(_model_config(description["model_config"]), device="meta").to_empty(device="cpu")
-    load_tensors(checkpoint, description, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
     partial = out.with_name(f"{out.name}.partial")
-    save_safetensors(model, partial, max_seq_len=description["trained"]["training.seq_len"], dtype=dtype)
+    config = _model_config(description["model_config"])
+    if isinstance(config, ResolvedHFConfig):
+        _export_transformers(checkpoint, description, config, partial, dtype)
+    else:
+        model = build_model(config, device="meta").to_empty(device="cpu")
+        load_tensors(checkpoint, description, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+        save_safetensors(model, partial, max_seq_len=description["trained"]["training.seq_len"], dtype=dtype)
     partial.replace(out)
     return checkpoint
 
 
-def _model_config(saved: dict[str, Any]) -> GPTConfig | LlamaConfig:
+def _export_transformers(
+    checkpoint: Path, description: dict[str, Any], config: ResolvedHFConfig, out: Path, dtype: torch.dtype
+) -> None:
+    """Write a model of transformers, file by file; the checkpoint's checksums are compared once."""
+    from dtcp.models.transformers_weights import save_folder
+
+    is_checked = False
+
+    def read(tensors: dict[str, Tensor]) -> None:
+        nonlocal is_checked
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        load_tensors(checkpoint, description, named, is_checked=is_checked)
+        is_checked = True
+
+    save_folder(config, out, read, dtype=dtype)
+
+
+def _model_config(saved: dict[str, Any]) -> GPTConfig | LlamaConfig | ResolvedHFConfig:
     """The model's config from what the description says of it."""
     fields = {name: value for name, value in saved.items() if name not in ("kind", "name")}
     match saved["kind"]:
@@ -60,8 +84,10 @@ def _model_config(saved: dict[str, Any]) -> GPTConfig | LlamaConfig:
             return LlamaConfig(**fields | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
         case "GPTConfig":
             return GPTConfig(**fields)
+        case "ResolvedHFConfig":
+            return ResolvedHFConfig(json.dumps(fields["content"], sort_keys=True))
         case kind:
-            raise NotImplementedError(f"models of kind {kind} cannot be exported; llama models can")
+            raise NotImplementedError(f"models of kind {kind} cannot be exported; llama models and model=hf can")
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """The configuration: every preset and group composes, what is unknown is refused, defaults are those of the design."""
 
 import dataclasses
+import json
 
 import pytest
 import yaml
@@ -9,17 +10,32 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtcp._paths import conf_dir
-from dtcp.models import PRESETS, model_config
+from dtcp.models import PRESETS, ResolvedHFConfig, model_config
 from dtcp.train.config import Decay, DType, LRSchedulerConfig, compose_job_config, to_data_config, to_model_config
 from dtcp.train.data import DataConfig
 from dtcp.train.optimizer import lr_factor
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "hf"])
 def test_every_preset_is_a_model_choice_with_its_own_values(name):
     job = compose_job_config([f"model={name}"])
     assert job.model.name == name
     assert to_model_config(job.model) == model_config(PRESETS[name])
+
+
+def test_a_model_of_transformers_is_named_by_its_path_and_what_is_changed(tmp_path):
+    job = compose_job_config(["model=hf"])
+    with pytest.raises(ValueError, match=r"set model\.path=FOLDER"):
+        to_model_config(job.model)
+    content = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    changes = ["model.overrides={sliding_window:9,rope_scaling:null}", "+model.overrides.rms_norm_eps=0.5"]
+    options = [f"model.path={tmp_path}", "model.num_layers=1", "model.vocab_size=264", *changes]
+    config = to_model_config(compose_job_config(["model=hf", *options]).model)
+    assert isinstance(config, ResolvedHFConfig)
+    changed = {"vocab_size": 264, "num_hidden_layers": 1, "layer_types": ["full_attention"], "sliding_window": 9}
+    assert config.content == content | changed | {"rope_scaling": None, "rms_norm_eps": 0.5}
+    assert set(config.changed) == {*changed, "rope_scaling", "rms_norm_eps"}
 
 
 def test_the_command_line_of_the_design_composes():
@@ -125,5 +141,6 @@ def test_a_data_source_is_the_same_for_the_doctor():
 
 
 def test_the_data_groups_have_the_same_keys():
-    stdlib, text = (compose_job_config([f"data={name}", "data.paths=[]"]).data for name in ("stdlib", "text"))
-    assert dataclasses.replace(text, source="stdlib") == stdlib
+    names = ("stdlib", "text", "hf")
+    stdlib, *others = (compose_job_config([f"data={name}", "data.paths=[]"]).data for name in names)
+    assert all(dataclasses.replace(other, source="stdlib") == stdlib for other in others)

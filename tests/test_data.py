@@ -277,8 +277,9 @@ def test_hugging_face_file_is_read_without_truncation_padding_or_special_tokens(
 def test_tokenizer_errors_name_the_file_and_the_cure(hf_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer must be 'bytes' or the path .* got 'byte', which is not a file"):
         make_tokenizer("byte")
-    with pytest.raises(ValueError, match=r"which is a folder; name the file in it"):
-        make_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match=r"or of its folder, got '.*tokenizer.json', which is not a file"):
+        make_tokenizer(str(tmp_path / ".."))
+    assert make_tokenizer(str(hf_file.parent)).fingerprint == make_tokenizer(str(hf_file)).fingerprint
     with pytest.raises(ValueError, match=r"tokenizer\.json has no '<eod>' .* set end_of_document .*<unk>"):
         make_tokenizer(str(hf_file), "<eod>")
     with pytest.raises(ValueError, match=r"tokenizer=bytes ends documents with id 256"):
@@ -352,7 +353,7 @@ def test_bad_dataset_options_are_named(options: dict[str, object], message: str)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"source": "c4"}, "data.source must be stdlib or text, got 'c4'"),
+        ({"source": "c4"}, "data.source must be one of stdlib, text, hf, got 'c4'"),
         ({"paths": ["a.txt"]}, "data.source=stdlib takes no paths"),
         ({"max_bytes": 0}, "data.max_bytes must be at least 1, got 0"),
     ],

@@ -57,7 +57,8 @@ LAYERS = [
     ["attention", "attention.api", "attention.reference"],
     ["attention.single"],
     ["dispatch"],
-    ["models", "integrations.torchtitan"],  # its attention is the models', and one of them is built with it
+    # Its attention is the models', and one of them is built with it, another with what refuses models.
+    ["models", "integrations.torchtitan", "integrations.transformers_checks"],
     ["parallelize"],
     ["integrations", "plan"],
     ["train"],
@@ -161,9 +162,12 @@ def test_models_contain_no_parallel_code():
         if module.startswith("models"):
             # Dropout, also of attention weights, is to a model what attention is: a call that is exact however the
             # model is cut.
-            allowed = ("dropout", "mask", "dispatch.masked", "integrations.torchtitan")
+            allowed = (
+                "dropout", "mask", "dispatch.masked", "integrations.torchtitan", "integrations.transformers_checks"
+            )  # fmt: skip
             assert all(other.startswith("models") or other in allowed for other in others), module
-    assert not any(name.startswith("torch.distributed") for name in foreign(PACKAGE / "integrations" / "torchtitan.py"))
+    for name in ("torchtitan.py", "transformers_checks.py"):
+        assert not any(x.startswith("torch.distributed") for x in foreign(PACKAGE / "integrations" / name)), name
     for path in (PACKAGE / "models").rglob("*.py"):
         assert not any(name.startswith("torch.distributed") for name in foreign(path)), path
 

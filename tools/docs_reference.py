@@ -195,7 +195,7 @@ def models() -> Iterator[str]:
     yield (
         "## model\n\nA choice of the group fills all fields of one kind of model, and each can be set: "
         "`model=llama_tiny model.num_layers=2`. `model.weights`, of all kinds, is a folder with a model in Hugging "
-        "Face's form; `null`: weights are drawn from `debug.seed`."
+        "Face's form; `null`: weights are drawn from `debug.seed`. Of `model=hf` also `true`: those in `model.path`."
     )
     for kind in dict.fromkeys(type(preset) for preset in PRESETS.values()):
         names = [name for name, preset in PRESETS.items() if type(preset) is kind]

@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from dtcp.mesh import ParallelDims
+from dtcp.models import ResolvedHFConfig
 from dtcp.parallelize.stages import check_num_microbatches
 from dtcp.train.batch import layout_of
 from dtcp.train.config import JobConfig, compose_job_config, register_schemas, to_model_config
@@ -148,8 +149,13 @@ def _short(seq_len: int, dims: ParallelDims, config: DoctorJobConfig) -> int:
 
 def _peaked(model: Any) -> Any:
     """The model section with query and key weights that make attention peaked, where it draws its own weights."""
-    if model.weights is not None or not hasattr(model, "qk_init_scale"):
+    if model.weights is not None:
         return model
-    width = to_model_config(model).dim
+    config = to_model_config(model)
+    if isinstance(config, ResolvedHFConfig):
+        return dataclasses.replace(model, overrides=(model.overrides or {}) | config.peaked(PEAKED))
+    if not hasattr(model, "qk_init_scale"):
+        return model
+    width = config.dim
     scale = PEAKED / (getattr(model, "init_std", TITAN_INIT_STD) * width**0.5)
     return dataclasses.replace(model, qk_init_scale=max(model.qk_init_scale, scale))

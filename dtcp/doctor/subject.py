@@ -23,8 +23,9 @@ from dtcp.documents import Documents
 from dtcp.dropout import Dropout
 from dtcp.dtensor import is_dtensor
 from dtcp.layout import SequenceLayout
-from dtcp.models import build_model
+from dtcp.models import ResolvedHFConfig, build_model
 from dtcp.models.init import Init, assign, draw, plain_name
+from dtcp.models.transformers_config import is_transformers_model
 from dtcp.parallelize.blocks import named_blocks
 from dtcp.parallelize.gradients import clip_grad_norm_
 from dtcp.train.batch import Microbatch, Rows, deal_microbatches, layout_of, masked_labels
@@ -56,7 +57,10 @@ class Subject(Trainer):
         with agreed():
             small = small_job(config)
             if config.doctor.model is None:
-                check_fits(to_model_config(small.model).num_parameters, device)
+                model_config = to_model_config(small.model)
+                check_fits(model_config.num_parameters, device)
+                if isinstance(model_config, ResolvedHFConfig):
+                    check_by_torch(model_config, config.doctor.door is Door.context)
         self.options = config.doctor
         super().__init__(small, device)
         if config.model.weights is None or self.options.model is not None:
@@ -82,7 +86,10 @@ class Subject(Trainer):
             ValueError: If a model of the user's is no such model.
         """
         own = self.options.model is not None
-        return self._materialized(self._make_own() if own else build_model(self.model_config, device="meta"))
+        model: Any = self._make_own() if own else build_model(self.model_config, device="meta")
+        if is_transformers_model(model):
+            model.attend_by_torch()
+        return self._materialized(model)
 
     def take_step(self) -> tuple[float, float]:
         """Forward and backward of the job: its loss and gradient norm. The gradients stay, as the optimizer's."""
@@ -296,6 +303,14 @@ def named_as_whole(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def check_by_torch(config: ResolvedHFConfig, is_by_context: bool) -> None:
+    """Refuse a model of transformers that there is no reference for, or another door than its own."""
+    if is_by_context:
+        raise ValueError("doctor.door=context is not for model=hf, whose attention has its own door; use door=plan")
+    model: Any = build_model(config, device="meta")
+    model.attend_by_torch()
 
 
 def check_fits(num_parameters: int, device: torch.device) -> None:

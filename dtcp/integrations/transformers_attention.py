@@ -36,6 +36,7 @@ class Sequence:
     Attributes:
         documents: None where every row is one document without padding.
         how: Options of ``dtcp.context_parallel_attention``.
+        is_causal: Whether a layer that sees the future is refused: the loss is of the next token.
         num_calls: Attention calls so far.
     """
 
@@ -44,6 +45,7 @@ class Sequence:
     documents: Documents | None
     batch_size: int
     how: dict[str, Any]
+    is_causal: bool = False
     num_calls: int = 0
     _chunked: dict[int, Documents] = dataclasses.field(default_factory=dict)
 
@@ -59,12 +61,14 @@ class Sequence:
         return self._chunked[pattern.chunk_size]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _LayerMask:
-    """What a layer gets for its attention mask: nothing dense. Kept by a checkpoint, which recomputes with its own."""
+    """What a layer gets for its attention mask: nothing dense. Kept by a checkpoint, which recomputes with its own.
 
-    sequence: Sequence
-    pattern: Pattern
+    No dataclass: FSDP2 would make a new one of it and of all that is in it, where it casts the inputs of blocks.
+    """
+
+    def __init__(self, sequence: Sequence, pattern: Pattern) -> None:
+        self.sequence, self.pattern = sequence, pattern
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +127,13 @@ def mask_of_layer(
             "attention_mask to dtcp.integrations.transformers.prepare only"
         )
     assert mask_function is not None
-    return _LayerMask(sequence, pattern_of(mask_function))
+    pattern = pattern_of(mask_function)
+    if sequence.is_causal and not pattern.is_causal:
+        raise NotImplementedError(
+            "a layer of this model sees the tokens that it has to predict (it is no causal language model); give the "
+            "job one that is, is_decoder=True in the config of some encoders"
+        )
+    return _LayerMask(sequence, pattern)
 
 
 def attention_of_layer(

@@ -18,27 +18,31 @@ from dtcp.models.llama import Llama, LlamaConfig
 from dtcp.models.presets import PRESETS
 from dtcp.models.rope import RopeScaling
 from dtcp.models.titan_config import TitanLlama3Config, build_titan
+from dtcp.models.transformers_config import HFConfig, ResolvedHFConfig, build_transformers
 
 if TYPE_CHECKING:
     from dtcp.models.titan import TitanLlama3
+    from dtcp.models.transformers_model import TransformersModel
 
 __all__ = [
     "GPT",
     "PRESETS",
     "GPTConfig",
+    "HFConfig",
     "Llama",
     "LlamaConfig",
     "ModelConfig",
+    "ResolvedHFConfig",
     "RopeScaling",
     "TitanLlama3Config",
     "build_model",
     "model_config",
 ]
 
-ModelConfig = GPTConfig | LlamaConfig | TitanLlama3Config
+ModelConfig = GPTConfig | LlamaConfig | TitanLlama3Config | ResolvedHFConfig
 
 
-def model_config(config_or_name: ModelConfig | str, **overrides: Any) -> ModelConfig:
+def model_config(config_or_name: ModelConfig | HFConfig | str, **overrides: Any) -> ModelConfig:
     """Return a config with fields replaced.
 
     Args:
@@ -46,12 +50,13 @@ def model_config(config_or_name: ModelConfig | str, **overrides: Any) -> ModelCo
         overrides: Fields of the config; ``rope_scaling`` may be a mapping.
 
     Returns:
-        The config; of a ``titan_*`` model with torchtitan's numbers in place of None, which loads torchtitan.
+        The config; of a ``titan_*`` model with torchtitan's numbers in place of None, which loads torchtitan; of ``hf``
+        what its ``config.json`` says, which loads transformers.
 
     Raises:
         ValueError: If the name or a field does not exist, or the sizes do not fit each other.
     """
-    config = config_or_name
+    config: ModelConfig | HFConfig | str = config_or_name
     if isinstance(config, str):
         if config not in PRESETS:
             raise ValueError(f"there is no model {config!r}{_nearest(config, PRESETS)}; models: {', '.join(PRESETS)}")
@@ -66,16 +71,16 @@ def model_config(config_or_name: ModelConfig | str, **overrides: Any) -> ModelCo
     if isinstance(scaling, Mapping):
         overrides["rope_scaling"] = RopeScaling(**scaling)
     config = replace(config, **overrides)
-    return config.resolved() if isinstance(config, TitanLlama3Config) else config
+    return config.resolved() if isinstance(config, TitanLlama3Config | HFConfig) else config
 
 
 def build_model(
-    config_or_name: ModelConfig | str,
+    config_or_name: ModelConfig | HFConfig | str,
     *,
     device: torch.device | str | None = None,
     seed: int = 0,
     **overrides: Any,
-) -> GPT | Llama | TitanLlama3:
+) -> GPT | Llama | TitanLlama3 | TransformersModel:
     """Build a model with initial weights, or on "meta" without any.
 
     Args:
@@ -101,7 +106,7 @@ def build_model(
     return model
 
 
-def _build(config: ModelConfig) -> GPT | Llama | TitanLlama3:
+def _build(config: ModelConfig) -> GPT | Llama | TitanLlama3 | TransformersModel:
     match config:
         case GPTConfig():
             return GPT(config)
@@ -109,6 +114,8 @@ def _build(config: ModelConfig) -> GPT | Llama | TitanLlama3:
             return Llama(config)
         case TitanLlama3Config():
             return build_titan(config)
+        case ResolvedHFConfig():
+            return build_transformers(config)
 
 
 def _nearest(name: str, names: Any) -> str:

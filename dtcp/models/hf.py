@@ -8,9 +8,7 @@ parallel code: a sharded parameter is asked for its whole value, or keeps its pa
 """
 
 import json
-import math
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -23,10 +21,7 @@ from dtcp.models.gpt import GPTConfig
 from dtcp.models.init import assign, plain_name
 from dtcp.models.llama import LlamaConfig
 from dtcp.models.rope import RopeScaling
-
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from dtcp.models.safetensors_files import CONFIG_FILE, MAX_FILE_BYTES, open_tensors, write_tensors
 
 _OUTSIDE_BLOCKS = {
     "token_embedding.weight": "model.embed_tokens.weight",
@@ -175,7 +170,7 @@ def save_safetensors(
     max_seq_len: int,
     dtype: torch.dtype | None = None,
     is_writer: bool = True,
-    max_file_bytes: int = 5 * 10**9,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write the weights of a Llama and its ``config.json``, for Hugging Face. Collective if parameters are sharded.
 
@@ -190,29 +185,16 @@ def save_safetensors(
     Raises:
         NotImplementedError: For another model than a Llama.
     """
-    from safetensors.torch import save_file
-
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     dtype = next(iter(parameters.values())).dtype if dtype is None else dtype
     content = to_hf_config(model.config, max_seq_len=max_seq_len, dtype=dtype)  # type: ignore[arg-type]
-    folder = Path(folder)
-    if is_writer:
-        folder.mkdir(parents=True, exist_ok=True)
-    files = _deal_into_files({name: p.numel() * dtype.itemsize for name, p in parameters.items()}, max_file_bytes)
-    for file, names in files.items():
-        tensors = {}
-        for name in names:
-            tensor = _whole(parameters[name])  # on every rank, in the same order
-            if is_writer:
-                tensors[hf_name(name)] = tensor.to("cpu", dtype).contiguous()
-        if is_writer:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-    if is_writer:
-        if len(files) > 1:
-            index = {hf_name(name): file for file, names in files.items() for name in names}
-            total = sum(p.numel() for p in parameters.values()) * dtype.itemsize
-            (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
-        (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    by_name = {hf_name(name): parameter for name, parameter in parameters.items()}
+
+    def read(names: list[str]) -> dict[str, Tensor]:
+        return {name: _whole(by_name[name]) for name in names}  # on every rank, in the same order
+
+    shapes = {name: parameter.shape for name, parameter in by_name.items()}
+    write_tensors(folder, shapes, read, content, dtype=dtype, is_writer=is_writer, max_file_bytes=max_file_bytes)
 
 
 @torch.no_grad()
@@ -237,7 +219,7 @@ def load_safetensors(model: nn.Module, folder: str | Path, *, whole: nn.Module |
     check_hf_config(whole.config, folder)
     parameters = {hf_name(plain_name(name)): parameter for name, parameter in model.named_parameters()}
     with ExitStack() as stack:
-        found = dict(_open_tensors(folder, stack))
+        found = dict(open_tensors(folder, stack))
         _check_names(folder, {hf_name(plain_name(name)) for name, _ in whole.named_parameters()}, found)
         for name, parameter in parameters.items():
             value = found[name].get_tensor(name)
@@ -291,38 +273,6 @@ def _check_names(folder: Path, wanted: set[str], found: dict[str, Any]) -> None:
                 f"{folder} {what} {len(names)} tensors, such as {min(names)}; give the files of the model that "
                 f"{CONFIG_FILE} describes"
             )
-
-
-def _open_tensors(folder: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Yield every tensor's name with the open file that has it."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / INDEX_FILE
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS_FILE}
-    for name in sorted(names):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}; give a folder with all files of the model")
-        try:
-            file = stack.enter_context(safe_open(folder / name, framework="pt"))
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged: {error}; get the file again") from error
-        keys = file.keys()
-        yield from ((key, file) for key in keys)
-
-
-def _deal_into_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Names by file, in order, as many in a file as fit; Hugging Face's names of files."""
-    groups: list[list[str]] = []
-    left = -math.inf
-    for name, size in sizes.items():
-        if size > left:
-            groups.append([])
-            left = max_file_bytes
-        groups[-1].append(name)
-        left -= size
-    if len(groups) == 1:
-        return {WEIGHTS_FILE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from dtcp.models.gpt import GPTConfig
 from dtcp.models.llama import LlamaConfig
 from dtcp.models.rope import RopeScaling
 from dtcp.models.titan_config import TitanLlama3Config
+from dtcp.models.transformers_config import HFConfig
 
 BYTES_VOCAB_SIZE = 264  # the byte tokenizer's 257 ids, rounded up so that 2, 4 and 8 ranks can share the head
 GPT2_VOCAB_SIZE = 50_257
@@ -21,7 +22,7 @@ def _llama3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, stretch: fl
     )
 
 
-PRESETS: dict[str, GPTConfig | LlamaConfig | TitanLlama3Config] = {
+PRESETS: dict[str, GPTConfig | LlamaConfig | TitanLlama3Config | HFConfig] = {
     "gpt_tiny": GPTConfig(BYTES_VOCAB_SIZE, 4096, 128, 4, 4),
     "gpt_tiny_window": GPTConfig(
         BYTES_VOCAB_SIZE, 4096, 128, 4, 4, window_size=128, full_attention_every=2, sinks=True
@@ -48,5 +49,7 @@ PRESETS: dict[str, GPTConfig | LlamaConfig | TitanLlama3Config] = {
     "titan_llama3_8b": TitanLlama3Config("8B"),
     "titan_llama3_70b": TitanLlama3Config("70B"),
     "titan_llama3_405b": TitanLlama3Config("405B"),
+    # Any causal language model of transformers, by its config.json.
+    "hf": HFConfig(),
 }
 """Sources: the GPT-2 and Llama 3, 3.1 and 3.2 model cards and configuration files."""

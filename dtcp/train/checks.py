@@ -2,6 +2,7 @@
 
 import math
 
+from dtcp.mesh import ParallelDims
 from dtcp.train.config import JobConfig
 from dtcp.train.data import DataConfig
 
@@ -53,4 +54,18 @@ def check_vocabulary(num_ids: int, vocab_size: int, model_name: str) -> None:
     if num_ids > vocab_size:
         raise ValueError(
             f"the tokenizer has {num_ids} ids, model {model_name} only {vocab_size}; use model.vocab_size={num_ids}"
+        )
+
+
+def check_transformers(config: JobConfig, dims: ParallelDims) -> None:
+    """Refuse what models of transformers have not: other axes of the mesh, and compilation."""
+    if dims.tp * dims.pp > 1:
+        raise NotImplementedError(
+            f"model=hf has cp and dp, got tp={dims.tp} and pp={dims.pp}; use mesh.tp=1 mesh.pp=1, or a model=llama_* "
+            "of the same weights"
+        )
+    if config.training.compile:
+        raise NotImplementedError(
+            "model=hf is not compiled: attention of transformers' models over a cut sequence is no part of a graph; "
+            "use training.compile=false"
         )

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
 from dtcp.mesh import AXES
-from dtcp.models import PRESETS, GPTConfig, LlamaConfig, ModelConfig, TitanLlama3Config, model_config
+from dtcp.models import PRESETS, GPTConfig, HFConfig, LlamaConfig, ModelConfig, TitanLlama3Config, model_config
 from dtcp.train.data import DataConfig
 
 
@@ -214,7 +214,7 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=JobConfig)
     more = {"name": str, "weights": str | None}  # weights: a folder in Hugging Face's form; null: drawn from the seed
-    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig, TitanLlama3Config)}
+    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig, TitanLlama3Config, HFConfig)}
     for name, preset in PRESETS.items():
         store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name, weights=None))
 
@@ -296,7 +296,8 @@ def _open_twin(kind: type, **more: Any) -> type[Any]:
     Args:
         more: Further fields, first; name and type.
     """
-    types = more | {f.name: _open_type(f.type) for f in dataclasses.fields(kind)}
+    hints = get_type_hints(kind)  # of modules whose annotations are strings too
+    types = more | {f.name: _open_type(hints[f.name]) for f in dataclasses.fields(kind)}
     # No defaults: a schema that is composed after the values, as the doctor's is, would put them in their place.
     fields = [(name, annotation, field(default=MISSING)) for name, annotation in types.items()]
     return dataclasses.make_dataclass(f"{kind.__name__}Schema", fields)

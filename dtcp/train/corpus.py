@@ -46,16 +46,23 @@ class Corpus:
         description: Where the text is from, for messages.
         tokens: (N,) uint16, or int32 for vocabularies above 65536.
         document_starts: (number of documents,) int64, index of each document's first token, ascending.
+        known_digest: What ``digest`` is, where it was computed before.
     """
 
     description: str
     tokens: NDArray[np.integer]
     document_starts: NDArray[np.int64]
+    known_digest: str | None = None
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all tokens."""
-        return hashlib.sha256(self.tokens.data).hexdigest()
+        return hashlib.sha256(self.tokens.data).hexdigest() if self.known_digest is None else self.known_digest
+
+
+def token_dtype(tokenizer: Tokenizer) -> type[np.integer]:
+    """What ids are kept in."""
+    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
 
 
 def read_corpus(files: list[TextFile], tokenizer: Tokenizer, *, description: str, max_bytes: int | None) -> Corpus:
@@ -71,7 +78,7 @@ def read_corpus(files: list[TextFile], tokenizer: Tokenizer, *, description: str
         ValueError: If a required file cannot be read, is empty, or is not UTF-8 where the tokenizer needs that; or if
             no text is left.
     """
-    dtype: type[np.integer] = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+    dtype = token_dtype(tokenizer)
     end: NDArray[np.integer] = np.array([tokenizer.end_of_document]).astype(dtype)
     pieces: list[NDArray[np.integer]] = []
     starts: list[int] = []
@@ -114,19 +121,20 @@ def stdlib_files(root: str | Path | None = None) -> list[TextFile]:
     return [TextFile(path, base / path, required=False, may_be_empty=True) for path in sorted(paths)]
 
 
-def text_files(paths: Sequence[str]) -> list[TextFile]:
+def text_files(paths: Sequence[str], *, source: str = "text") -> list[TextFile]:
     """Return the files that ``paths`` name, sorted by path, each once.
 
     Args:
         paths: Files, or globs (``**`` descends into folders; empty matches are left out). Relative ones start at the
             working folder.
+        source: Of the data, for messages.
 
     Raises:
         ValueError: If there are no paths, a path is no file, or a glob matches none.
     """
     if isinstance(paths, str) or not paths:
         raise ValueError(
-            f"data source text needs a list of files or globs, got paths={paths!r}; set data.paths=[a.txt]"
+            f"data source {source} needs a list of files or globs, got paths={paths!r}; set data.paths=[a.txt]"
         )
     found: dict[str, TextFile] = {}
     for given in paths:

@@ -20,10 +20,12 @@ from torch import Tensor
 from dtcp.documents import Documents
 from dtcp.shard import shift_labels
 from dtcp.train.corpus import Corpus, read_corpus, stdlib_files, text_files
+from dtcp.train.records import read_records
 from dtcp.train.tokenizer import Tokenizer, make_tokenizer
 
 DEFAULT_VALIDATION_FRACTION = 0.01
 SPLITS = ("train", "validation")
+SOURCES = ("stdlib", "text", "hf")
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,19 @@ class DataConfig:
     """Where the text comes from.
 
     Attributes:
-        source: "stdlib", the running Python's own standard library, or "text".
-        paths: Files or globs for "text"; a document each, sorted by path.
-        tokenizer: "bytes", or the path of a Hugging Face ``tokenizer.json``.
+        source: "stdlib", the running Python's own standard library; "text", files of a document each; or "hf", files of
+            records that `datasets` reads.
+        paths: Files or globs, sorted by path.
+        tokenizer: "bytes", or the path of a Hugging Face ``tokenizer.json``, or of a tokenizer's folder.
         end_of_document: Token that ends documents; None: the tokenizer's usual one.
         max_bytes: Stop reading after the document that reaches it; None reads all.
         validation_fraction: Share of the tokens, at the end, that training never sees.
         pack_documents: Tokens see those of their own document only, and no label is another document's token; else a
             row is one text.
         reset_positions: Positions begin at 0 with each document of a row; None: if documents are packed.
+        format: Of the records of "hf": "json" (lines), "parquet" or "text" (a document each line); None: as files end.
+        column: Of the records, with the text or messages of a document; None: text, or messages.
+        cache: Folder for the tokens of "hf", which a job that starts again finds there.
     """
 
     source: str = "stdlib"
@@ -50,13 +56,19 @@ class DataConfig:
     validation_fraction: float = DEFAULT_VALIDATION_FRACTION
     pack_documents: bool = False
     reset_positions: bool | None = None
+    format: str | None = None
+    column: str | None = None
+    cache: str = "outputs/tokens"
 
     def __post_init__(self) -> None:
         check_packing(self.pack_documents, self.reset_positions)
-        if self.source not in ("stdlib", "text"):
-            raise ValueError(f"data.source must be stdlib or text, got {self.source!r}")
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source must be one of {', '.join(SOURCES)}, got {self.source!r}")
         if self.source == "stdlib" and self.paths:
             raise ValueError(f"data.source=stdlib takes no paths, got {self.paths!r}; use data.source=text")
+        for name in ("format", "column"):
+            if self.source != "hf" and (value := getattr(self, name)) is not None:
+                raise ValueError(f"data.{name} is for data=hf, got {value!r} with data.source={self.source}")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ValueError(f"data.max_bytes must be at least 1, got {self.max_bytes}; null reads everything")
 
@@ -266,6 +278,8 @@ def make_dataset(
 ) -> TextDataset:
     """Read the text that ``config`` names. Costs reading and tokenizing all of it: 0.2 s for the stdlib's bytes.
 
+    Of "hf" tokens that were made before are mapped.
+
     Args:
         config: Where the text is.
         tokenizer: None makes the one that ``config`` names.
@@ -279,12 +293,21 @@ def make_dataset(
     tokenizer = make_tokenizer(config.tokenizer, config.end_of_document) if tokenizer is None else tokenizer
     match config.source:
         case "stdlib":
-            files, description = stdlib_files(), "the standard library"
+            corpus = read_corpus(
+                stdlib_files(), tokenizer, description="the standard library", max_bytes=config.max_bytes
+            )
         case "text":
-            files, description = text_files(config.paths), f"paths={list(config.paths)}"
+            description = f"paths={list(config.paths)}"
+            corpus = read_corpus(
+                text_files(config.paths), tokenizer, description=description, max_bytes=config.max_bytes
+            )
+        case "hf":
+            corpus = read_records(
+                config.paths, tokenizer, format=config.format, column=config.column, cache=config.cache,
+                max_bytes=config.max_bytes,
+            )  # fmt: skip
         case _:
-            raise ValueError(f"data.source must be stdlib or text, got {config.source!r}")
-    corpus = read_corpus(files, tokenizer, description=description, max_bytes=config.max_bytes)
+            raise AssertionError(config.source)
     return TextDataset(
         corpus,
         tokenizer,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dtcp.models import ModelConfig
+from dtcp.models import ModelConfig, ResolvedHFConfig
 from dtcp.train.config import JobConfig
 from dtcp.train.data import TextDataset
 
@@ -26,7 +26,9 @@ def describe_job(
 
     Costs a hash of all tokens the first time.
     """
-    fields = {f"model.{name}": value for name, value in dataclasses.asdict(model).items() if name not in _ONLY_INITIAL}
+    values = model.description if isinstance(model, ResolvedHFConfig) else dataclasses.asdict(model)
+    fields = {f"model.{name}": value for name, value in values.items() if name not in _ONLY_INITIAL}
+    saved = {"content": model.content} if isinstance(model, ResolvedHFConfig) else values
     training = config.training
     trained = {
         "model": type(model).__name__,
@@ -43,7 +45,7 @@ def describe_job(
         "trained": trained,
         "how": {key: value.name if isinstance(value, Enum) else value for key, value in how.items()},
         "data": dataset.state_dict(),
-        "model_config": {"kind": type(model).__name__, "name": config.model.name, **dataclasses.asdict(model)},
+        "model_config": {"kind": type(model).__name__, "name": config.model.name, **saved},
     }
 
 

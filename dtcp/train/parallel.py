@@ -9,7 +9,9 @@ from dtcp.attention.measure import measure_rates
 from dtcp.attention.predict import Rates
 from dtcp.mesh import ParallelDims
 from dtcp.models.init import initialize
+from dtcp.models.transformers_config import is_transformers_model
 from dtcp.parallelize.model import PipelineOptions, parallelize
+from dtcp.train.checks import check_transformers
 from dtcp.train.config import DType, JobConfig
 
 
@@ -69,16 +71,26 @@ def cut_model(model: nn.Module, dims: ParallelDims, config: JobConfig, **plans: 
         plans: ``tensor_plan`` and ``context_plan`` of `parallelize`, for models that dtcp has no plan for.
     """
     training, checkpointing = config.training, config.activation_checkpointing
+    how: dict[str, Any] = {
+        "strategy": config.attention.strategy,
+        "ulysses_degree": config.attention.ulysses_degree,
+        "ranks_per_node": dims.cp_ranks_per_node(config.mesh.ranks_per_node),
+        "kv_grad_dtype": config.attention.torch_kv_grad_dtype,
+        "rates": attention_rates(model, dims, config),
+        "kernel": config.attention.kernel,
+    }
+    if is_transformers_model(model):
+        check_transformers(config, dims)
+        # Loads transformers, as the model did.
+        from dtcp.integrations.transformers_job import attend_over
+
+        attend_over(model, dims, **how)  # type: ignore[arg-type]
+        plans = {"context_plan": {}} | plans  # its attention is reached by its own interface
     return parallelize(
         model,
         dims,
         sequence_parallel=config.tensor_parallel.sequence_parallel,
-        strategy=config.attention.strategy,
-        ulysses_degree=config.attention.ulysses_degree,
-        ranks_per_node=dims.cp_ranks_per_node(config.mesh.ranks_per_node),
-        kv_grad_dtype=config.attention.torch_kv_grad_dtype,
-        rates=attention_rates(model, dims, config),
-        kernel=config.attention.kernel,
+        **how,
         activation_checkpointing=checkpointing.mode.value,
         checkpoint_every=checkpointing.every,
         offload_activations=checkpointing.offload,

@@ -1,8 +1,8 @@
-"""Text to token ids: bytes as they are, or a Hugging Face ``tokenizer.json``."""
+"""Text to token ids: bytes as they are, or a Hugging Face ``tokenizer.json`` or folder."""
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,15 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """Return readable text for ids of this tokenizer."""
+        ...
+
+
+@runtime_checkable
+class ChatTokenizer(Tokenizer, Protocol):
+    """One that joins messages by a template."""
+
+    def encode_messages(self, messages: list[Any]) -> NDArray[np.integer]:
+        """Return the ids of a conversation, a list of mappings with role and content, without ``end_of_document``."""
         ...
 
 
@@ -76,8 +85,8 @@ class FileTokenizer:
         path = Path(path).expanduser()
         if not path.is_file():
             raise ValueError(
-                f"tokenizer must be 'bytes' or the path of a Hugging Face tokenizer.json, got {str(path)!r}, "
-                f"which is {'a folder; name the file in it' if path.is_dir() else 'not a file'}"
+                f"tokenizer must be 'bytes' or the path of a Hugging Face tokenizer.json or of its folder, got "
+                f"{str(path)!r}, which is {'a folder' if path.is_dir() else 'not a file'}"
             )
         try:
             from tokenizers import Tokenizer as HFTokenizer
@@ -105,13 +114,21 @@ class FileTokenizer:
 
 
 def make_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """Return the tokenizer called ``name``: "bytes", or the path of a Hugging Face ``tokenizer.json``.
+    """Return the tokenizer called ``name``: "bytes", or the path of a Hugging Face ``tokenizer.json`` or its folder.
 
     Raises:
         ValueError: If there is no such tokenizer, or it has no end-of-document token.
     """
     if name != "bytes":
-        return FileTokenizer(name, end_of_document)
+        path = Path(name).expanduser()
+        # A folder with the file alone says nothing that transformers needs.
+        if path.is_dir() and any((path / file).is_file() for file in ("tokenizer_config.json", "config.json")):
+            try:
+                from dtcp.integrations.transformers_tokenizer import FolderTokenizer
+            except ImportError as error:
+                raise ValueError(f"tokenizer={name!r} needs transformers; pip install 'dtcp[hf]'") from error
+            return FolderTokenizer(path, end_of_document)
+        return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end_of_document)
     if end_of_document is not None:
         raise ValueError(
             f"tokenizer=bytes ends documents with id 256, got end_of_document={end_of_document!r}; leave it out"

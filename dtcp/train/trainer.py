@@ -21,7 +21,7 @@ from dtcp.linear_loss import linear_token_loss
 from dtcp.loss import count_valid_tokens, token_loss
 from dtcp.mesh import ParallelDims
 from dtcp.models import build_model
-from dtcp.models.hf import check_hf_config, load_safetensors
+from dtcp.models.transformers_config import is_transformers_model
 from dtcp.parallelize.context import set_sequence
 from dtcp.parallelize.fsdp import set_last_microbatch
 from dtcp.parallelize.gradients import clip_grad_norm_
@@ -45,6 +45,7 @@ from dtcp.train.run_folder import CONFIG_FILE, METRICS_FILE
 from dtcp.train.session import agreed
 from dtcp.train.summary import resolved_config, summary
 from dtcp.train.tracking import Tracker, check_tracking
+from dtcp.train.weights import check_weights, load_weights
 
 
 class Trainer:
@@ -88,8 +89,7 @@ class Trainer:
             check_checkpoint_config(config.checkpoint)
             check_tracking(config.tracking)
             check_profile(config)
-            if config.model.weights is not None:
-                check_hf_config(self.model_config, Path(config.model.weights).expanduser())
+            check_weights(config.model, self.model_config)
             self.evaluation = Evaluation(config.evaluation, self.dataset, config.training.global_batch_size)
         self.dims.build_mesh(self.device.type)
         self.rows = deal_microbatches(
@@ -152,8 +152,7 @@ class Trainer:
         whole = build_model(self.model_config, device="meta")
         with agreed():
             model = parallelize_for_training(whole, self.dims, self.config, self.device, **self.plans(whole))
-            if self.config.model.weights is not None:
-                load_safetensors(model, self.config.model.weights, whole=whole)
+            load_weights(model, self.config.model, whole=whole)
         return model
 
     def plans(self, model: nn.Module) -> dict[str, Any]:
@@ -185,7 +184,11 @@ class Trainer:
 
     def tell_sequence(self, microbatch: Microbatch) -> None:
         """Tell the planned attention how these rows are cut and where their documents lie, before their forward."""
-        if self.dims.cp > 1 or microbatch.documents is not None:
+        if is_transformers_model(self.model):
+            from dtcp.integrations.transformers_job import tell_sequence
+
+            tell_sequence(self.model, microbatch.layout, microbatch.documents)  # type: ignore[arg-type]
+        elif self.dims.cp > 1 or microbatch.documents is not None:
             set_sequence(self.model, microbatch.layout, documents=microbatch.documents)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
@@ -201,7 +204,7 @@ class Trainer:
     @property
     def model_summary(self) -> tuple[str, int]:
         """The model's name and its number of parameters."""
-        return self.config.model.name, self.model_config.num_parameters
+        return getattr(self.model_config, "title", self.config.model.name), self.model_config.num_parameters
 
     def inputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return what the model takes beside the tokens, (B, S_local) each."""
