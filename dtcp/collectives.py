@@ -40,9 +40,7 @@ _OPERATIONS = (
     "context_parallel_attention", "unshard", "check_same_batch", "backward of context_parallel_attention",
     "backward of unshard", "pipeline step", "linear_token_loss", "halo_exchange", "backward of halo_exchange",
 )  # fmt: skip
-_CURE = (
-    "every rank must make the same calls and run the same backwards in the same order, with requires_grad alike"
-)
+_CURE = "every rank must make the same calls and run the same backwards in the same order, with requires_grad alike"
 _AXIS = "mesh axis"
 _agreed: set[tuple[str, str, tuple[int, ...]]] = set()
 _Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
@@ -152,9 +150,7 @@ def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return scattered
 
 
-def exchange_rows(
-    rows: Tensor, num_sent: list[int], num_received: list[int], group: dist.ProcessGroup
-) -> Tensor:
+def exchange_rows(rows: Tensor, num_sent: list[int], num_received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send ``num_sent[r]`` of ``rows``, in order, to each rank r; return those received, in rank order. Any dtype."""
     received = rows.new_empty(sum(num_received), *rows.shape[1:])
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
@@ -268,9 +264,7 @@ def _gather_records(operation: str, record: list[int], group: dist.ProcessGroup,
 def _compare_operations(records: list[list[int]]) -> None:
     running = [_OPERATIONS[record[0]] for record in records]
     if len(set(running)) > 1:
-        raise RuntimeError(
-            f"ranks of one group are in different operations: {dict(enumerate(running))}; {_CURE}"
-        )
+        raise RuntimeError(f"ranks of one group are in different operations: {dict(enumerate(running))}; {_CURE}")
     recomputed = {rank: record[1] for rank, record in enumerate(records)}
     if len(set(recomputed.values())) > 1:
         raise RuntimeError(

@@ -31,9 +31,7 @@ def map_tensors(fn: Callable[[Tensor, str], Tensor], tree: Any, *, dim: int, siz
     if _is_tensor_collection(tree):
         return _map_tensordict(fn, tree, dim, size, name)
     if isinstance(tree, Mapping):
-        mapped = {
-            key: map_tensors(fn, tree[key], dim=dim, size=size, name=_join(name, key)) for key in _sorted(tree)
-        }
+        mapped = {key: map_tensors(fn, tree[key], dim=dim, size=size, name=_join(name, key)) for key in _sorted(tree)}
         return _like_mapping(tree, {key: mapped[key] for key in tree})
     if isinstance(tree, (list, tuple)):
         items = [map_tensors(fn, v, dim=dim, size=size, name=_join(name, i)) for i, v in enumerate(tree)]

@@ -147,9 +147,7 @@ class SequenceLayout:
         self._check_comparable(kv_layout, mask)
         return tiles_of(self, kv_layout, mask, q_rank, kv_rank, may_mask, only_needed)
 
-    def needed(
-        self, q_rank: int, kv_rank: int, mask: Mask, *, kv_layout: SequenceLayout | None = None
-    ) -> NeededKeys:
+    def needed(self, q_rank: int, kv_rank: int, mask: Mask, *, kv_layout: SequenceLayout | None = None) -> NeededKeys:
         """Exactly the keys of ``kv_rank`` that some query of ``q_rank`` sees."""
         return needed_of(self, kv_layout or self, mask, q_rank, kv_rank)
 

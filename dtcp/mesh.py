@@ -221,7 +221,7 @@ def _check_device_type(device_type: str) -> None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device_type:
         here = '"cpu"' if accelerator is None else f'"cpu" or "{accelerator.type}"'
-        raise ValueError(f'device_type {device_type!r} is not available on this machine; use {here}')
+        raise ValueError(f"device_type {device_type!r} is not available on this machine; use {here}")
 
 
 def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

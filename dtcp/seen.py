@@ -73,9 +73,7 @@ def tiles_of(
 
 
 @remembered(of=documents_of)
-def needed_of(
-    layout: Held, kv_layout: Held, mask: Mask, q_rank: int, kv_rank: int
-) -> NeededKeys:
+def needed_of(layout: Held, kv_layout: Held, mask: Mask, q_rank: int, kv_rank: int) -> NeededKeys:
     groups = []
     for rows in row_groups(layout, kv_layout, mask):
         runs = runs_of(*visible_of(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0]))
@@ -85,9 +83,7 @@ def needed_of(
 
 
 @remembered(of=documents_of)
-def key_range_of(
-    layout: Held, kv_layout: Held, mask: Mask, q_rank: int, kv_rank: int
-) -> tuple[int, int]:
+def key_range_of(layout: Held, kv_layout: Held, mask: Mask, q_rank: int, kv_rank: int) -> tuple[int, int]:
     found = []
     for rows in row_groups(layout, kv_layout, mask):
         lower, upper = visible_of(layout, kv_layout, mask, q_rank, kv_rank, 0 if rows is None else rows[0])

@@ -182,7 +182,10 @@ def _step(
             step["loss"].backward()
         return step
     with dtcp.context_parallel(
-        mesh, buffers=[rope, weight], buffer_seq_dims=[1, -2], layout=layout_name,
+        mesh,
+        buffers=[rope, weight],
+        buffer_seq_dims=[1, -2],
+        layout=layout_name,
         **options_of(cell.strategy, cell.world),
     ) as cp:
         step["x"] = cp.shard(x).requires_grad_()

@@ -66,7 +66,6 @@ def raises(fn, match, error=ValueError):
         fn()
 
 
-
 def inputs(seq_len):
     """(tensor, dim): each dim, counted from both ends, and 1-D."""
     generator = torch.Generator().manual_seed(seq_len)

@@ -151,9 +151,7 @@ class _Zygote:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         script = Path(__file__).with_name("rank_process.py")
         command = [sys.executable, str(script), str(theirs.fileno()), json.dumps(sys.path)]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-        )
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         theirs.close()
 
     def is_alive(self) -> bool:

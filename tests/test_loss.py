@@ -68,7 +68,8 @@ def compare_with_the_whole(rank, world, dtype, tolerance):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     # float32: a few ulp of 6e-8, because the sums run in another order.
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)]
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-6)],
 )
 def test_shares_and_their_gradients_add_up_to_the_mean_over_all_valid_tokens(ranks, world, dtype, tolerance):
     ranks.run(world, compare_with_the_whole, dtype, tolerance)

@@ -26,11 +26,11 @@ def some_tokens(rows: int = 2, seq_len: int = 33) -> Tensor:
 
 
 def small(**options: object) -> nn.Module:
-    """A `TitanLlama3` with peaked attention and weights, gains of norms too."""
-    from dtcp.models.titan import TitanLlama3
+    """A `TitanDecoder` with peaked attention and weights, gains of norms too."""
+    from dtcp.models.titan import TitanDecoder
     from titans import small_llama3
 
-    model = TitanLlama3(small_llama3(**options), qk_init_scale=8.0)
+    model = TitanDecoder(small_llama3(**options), qk_init_scale=8.0)
     model.init_weights(3)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -97,10 +97,10 @@ def test_initial_weights_depend_on_seed_and_name_and_are_torchtitans_distributio
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_peaked_attention_scales_queries_and_keys_only(fused):
-    from dtcp.models.titan import TitanLlama3
+    from dtcp.models.titan import TitanDecoder
     from titans import small_llama3
 
-    plain, peaked = (TitanLlama3(small_llama3(fused=fused), qk_init_scale=scale) for scale in (1.0, 8.0))
+    plain, peaked = (TitanDecoder(small_llama3(fused=fused), qk_init_scale=scale) for scale in (1.0, 8.0))
     for model in (plain, peaked):
         model.init_weights(0)
     for (name, before), after in zip(plain.named_parameters(), peaked.parameters(), strict=True):
@@ -391,20 +391,20 @@ def test_positions_and_tokens_out_of_range_are_refused():
 
 
 def test_a_config_without_initial_distributions_is_refused():
-    from dtcp.models.titan import TitanLlama3
+    from dtcp.models.titan import TitanDecoder
     from titans import small_llama3
 
     config = small_llama3()
     config.norm.param_init = None
     with pytest.raises(ValueError, match=r"no initial distribution of norm.weight"):
-        TitanLlama3(config)
+        TitanDecoder(config)
 
 
 def test_modules_that_a_plan_would_cut_in_another_way_are_refused():
     from torchtitan.models.llama3 import llama3_configs
 
-    from dtcp.models.titan import TitanLlama3
+    from dtcp.models.titan import TitanDecoder
 
     config = llama3_configs["debugmodel"]("varlen", tp_gemm_backend="dist_gemm")
     with pytest.raises(NotImplementedError, match=r"qkv_linear of the config is AllGatherFusedQKVLinear.Config; Tita"):
-        TitanLlama3(config)
+        TitanDecoder(config)

@@ -64,8 +64,9 @@ def attend_dtensors(
         q, k, v = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         return _from_part(out, tensors)
-    where, cure = "with DTensors cut along the sequence", (
-        "give local tensors and keys to dtcp.context_parallel_attention(..., dropout_p=, dropout_keys=), or use 0.0"
+    where, cure = (
+        "with DTensors cut along the sequence",
+        ("give local tensors and keys to dtcp.context_parallel_attention(..., dropout_p=, dropout_keys=), or use 0.0"),
     )
     if attn_mask is not None:
         raise NotImplementedError(

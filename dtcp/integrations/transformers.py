@@ -44,6 +44,7 @@ from dtcp.shard import shift_labels as shift_labels_of
 if TYPE_CHECKING:
     from dtcp.mesh import ParallelDims
 
+
 class PreparedBatch(dict[str, Any]):
     """What ``model(**batch)`` takes: this rank's part of a batch. Labels are kept apart, since they are shifted.
 

@@ -17,10 +17,10 @@ from dtcp.models.gpt import GPT, GPTConfig
 from dtcp.models.llama import Llama, LlamaConfig
 from dtcp.models.presets import PRESETS
 from dtcp.models.rope import RopeScaling
-from dtcp.models.titan_config import TitanLlama3Config, build_titan
+from dtcp.models.titan_config import TitanConfig, build_titan
 
 if TYPE_CHECKING:
-    from dtcp.models.titan import TitanLlama3
+    from dtcp.models.titan import TitanDecoder
 
 __all__ = [
     "GPT",
@@ -30,12 +30,12 @@ __all__ = [
     "LlamaConfig",
     "ModelConfig",
     "RopeScaling",
-    "TitanLlama3Config",
+    "TitanConfig",
     "build_model",
     "model_config",
 ]
 
-ModelConfig = GPTConfig | LlamaConfig | TitanLlama3Config
+ModelConfig = GPTConfig | LlamaConfig | TitanConfig
 
 
 def model_config(config_or_name: ModelConfig | str, **overrides: Any) -> ModelConfig:
@@ -66,7 +66,7 @@ def model_config(config_or_name: ModelConfig | str, **overrides: Any) -> ModelCo
     if isinstance(scaling, Mapping):
         overrides["rope_scaling"] = RopeScaling(**scaling)
     config = replace(config, **overrides)
-    return config.resolved() if isinstance(config, TitanLlama3Config) else config
+    return config.resolved() if isinstance(config, TitanConfig) else config
 
 
 def build_model(
@@ -75,7 +75,7 @@ def build_model(
     device: torch.device | str | None = None,
     seed: int = 0,
     **overrides: Any,
-) -> GPT | Llama | TitanLlama3:
+) -> GPT | Llama | TitanDecoder:
     """Build a model with initial weights, or on "meta" without any.
 
     Args:
@@ -101,13 +101,13 @@ def build_model(
     return model
 
 
-def _build(config: ModelConfig) -> GPT | Llama | TitanLlama3:
+def _build(config: ModelConfig) -> GPT | Llama | TitanDecoder:
     match config:
         case GPTConfig():
             return GPT(config)
         case LlamaConfig():
             return Llama(config)
-        case TitanLlama3Config():
+        case TitanConfig():
             return build_titan(config)
 
 

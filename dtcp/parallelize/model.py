@@ -190,9 +190,7 @@ def _make_pipeline(
 
     tied = _tied_modules(model, options)
     # What stages share is known before FSDP2 puts other parameters in place.
-    every = all_stages(
-        model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
-    )
+    every = all_stages(model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied)
     names, constant_buffers = tied_parameters(every[0], every[-1], tied), shared_buffers(every)
     stages, num_stages = split_into_stages(
         model, dims, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied

@@ -67,9 +67,7 @@ class Microbatch:
     documents: Documents | None = None  # of these rows, whole
 
 
-def deal_microbatches(
-    global_batch_size: int, local_batch_size: int | None, dp_rank: int, dp_size: int
-) -> list[range]:
+def deal_microbatches(global_batch_size: int, local_batch_size: int | None, dp_rank: int, dp_size: int) -> list[range]:
     """Return the rows of the global batch that a data parallel rank reads, a range per microbatch.
 
     Without a local batch size a rank takes all of its rows at once; else see `dtcp.train.data.deal_rows`.

@@ -214,9 +214,7 @@ class Trainer:
             return token_loss(self.forward(microbatch), microbatch.labels, num_valid_tokens=num_valid_tokens)
         head_fn = functools.partial(self.head_loss, num_valid_tokens=num_valid_tokens)
         self.tell_sequence(microbatch)
-        return self.model(
-            microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels
-        )
+        return self.model(microbatch.tokens, **self.inputs(microbatch), head_fn=head_fn, head_inputs=microbatch.labels)
 
     def head_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, num_valid_tokens: Tensor | int) -> Tensor:
         """Return the share of the loss from the last hidden states and the head's weight, by chunks of tokens."""
@@ -287,9 +285,7 @@ class Trainer:
         grad_norm = clip_grad_norm_(self.model, self.config.training.max_norm, self.dims).item()
         loss, num_stops = self._sum_over_ranks(share, stop_requested)
         forward = None if isinstance(self.model, Pipeline) else self.forward
-        refuse_non_finite(
-            self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=forward
-        )
+        refuse_non_finite(self.step + 1, loss, grad_norm, model=self.model, microbatches=microbatches, forward=forward)
         lr = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
