@@ -26,7 +26,7 @@ from ranks import Ranks
 SEQ_LEN = 97
 SIZES = TINY | {
     "titan": ("model=titan_llama3_debug", "model.num_layers=2", "model.vocab_size=264"),
-    "titan_qwen3": ("model=titan_qwen3_debug", "model.flavor=small_qwen3"),
+    "titan_qwen3": ("model=titan_qwen3_debug", "model.flavor=small_qwen3", "optimizer.eps=1e-5"),
     "titan_gpt_oss": ("model=titan_gpt_oss_debug", "model.flavor=small_gpt_oss"),
 }
 WINDOW = ("model.window_size=20", "model.full_attention_every=2", "model.sinks=true")

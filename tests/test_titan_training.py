@@ -43,9 +43,9 @@ class Case:
 def job(flavor: str, seq_len: int = 97, steps: int = STEPS) -> list[str]:
     sizes = ["model.num_layers=2", "model.vocab_size=264"] if flavor == "debugmodel" else []
     model = [f"model=titan_{FAMILY.get(flavor, 'llama3')}_debug", f"model.flavor={flavor}", *sizes]
-    # Normed queries and keys give scores of size 1 as they are; of size 8, Adam makes 2e-5 of a rounding in 5 steps.
-    peaked = "model.qk_init_scale=4" if "qwen3" in flavor else PEAKED
-    return [*model, *JOB, peaked, f"training.seq_len={seq_len}", f"training.steps={steps}"]
+    # Behind a norm the scale of a query has no gradient but rounding, of which Adam's usual epsilon makes a whole step.
+    more = ["optimizer.eps=1e-5"] if "qwen3" in flavor else []
+    return [*model, *JOB, *more, PEAKED, f"training.seq_len={seq_len}", f"training.steps={steps}"]
 
 
 def record(rank: int, world: int, overrides: Sequence[str], ignored: Ignored, steps: Sequence[int]) -> Record:
@@ -87,7 +87,6 @@ CASES = [
     slow(Case("mesh.cp=3", 3, "small_gpt_oss", nothing, ("attention.layout=striped",))),
     slow(Case("mesh.cp=2", 2, "small_gpt_oss", tail, ("attention.layout=contiguous", "attention.strategy=exchange"))),
     slow(Case("mesh.cp=2", 2, "small_gpt_oss", nothing, ("activation_checkpointing.mode=full",))),
-    slow(Case("mesh.cp=2", 2, "small_gpt_oss", scattered, (COMPILED,))),
     slow(Case("mesh.cp=2 mesh.dp_shard=2", 4, "small_gpt_oss", scattered)),
     slow(Case("mesh.cp=2 mesh.dp_replicate=2", 4, "small_gpt_oss", tail, ("training.loss_chunk_tokens=32",))),
     slow(Case("mesh.cp=2", 4, "small_gpt_oss", scattered, PIPELINE)),
@@ -208,6 +207,7 @@ def test_what_the_job_cannot_do_is_refused_by_name(ranks):
         (["model.flavor=9B"], "no Llama 3 flavor '9B'"),
         (["model.family=llama2"], "no family 'llama2' of torchtitan's models here; families: llama3, qwen3, gpt_oss"),
         (["model.family=gpt_oss", "model.flavor=small_gpt_oss", "mesh.tp=2"], "no tensor parallel plan for a mixture"),
+        (["model.family=gpt_oss", "model.flavor=small_gpt_oss", COMPILED], "compile=True for a mixture of experts"),
     ]:
         ranks.run_expecting(2, start, JobError, pattern, [*job("small"), *overrides])
 

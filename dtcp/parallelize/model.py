@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtcp.models.titan_config import is_titan
 from dtcp.parallelize.blocks import is_used_again, named_blocks
 from dtcp.parallelize.shared import refuse_shared_memory
 from dtcp.parallelize.watch import watch_planned
@@ -225,6 +226,11 @@ def _check(
     model: nn.Module, dims: ParallelDims, compile: bool | Mapping[str, Any], pipeline: PipelineOptions | None
 ) -> None:
     refuse_shared_memory(model)
+    if compile and is_titan(model) and any(layer.moe is not None for layer in model.config.layers):
+        raise NotImplementedError(
+            f"compile={compile} for a mixture of experts of torchtitan's: torch traces its grouped product in bfloat16 "
+            "only; use compile=False (training.compile=false)"
+        )
     if isinstance(compile, Mapping) and "fullgraph" in compile:
         raise ValueError("parallelize compiles every block with fullgraph=True; leave fullgraph out of compile=")
     if dims.pp == 1 and pipeline is not None:
