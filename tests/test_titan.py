@@ -217,7 +217,7 @@ def test_gpt_oss_in_bfloat16_is_torchtitans_own_bitwise():
 
 
 def test_gpt_oss_attention_is_torchtitans_formula_with_sinks_and_window():
-    """Its output rescaled by sigmoid(lse - sink), as torchtitan does behind its own kernels; YaRN's factor in the scale."""
+    """Its output rescaled by sigmoid(lse - sink), as behind torchtitan's own kernels; YaRN's factor in the scale."""
     ours, _ = small_gpt_oss(torch.float64)
     positions = torch.arange(64)[None]
     for layer, left in (("0", 19), ("1", 64)):
@@ -250,6 +250,7 @@ def torchtitans_own(kind: str) -> nn.Module:
     from torchtitan.models.qwen3 import qwen3_configs
 
     from dtcp.integrations.torchtitan import with_dtcp_attention
+    from dtcp.models.titan_experts import keep_dtype
     from titans import small_gpt_oss, small_llama3
 
     match kind:
@@ -263,6 +264,9 @@ def torchtitans_own(kind: str) -> nn.Module:
     model = with_dtcp_attention(config).build()
     torch.manual_seed(0)
     model.init_states()
+    for layer in model.layers.values():
+        if kind == "gpt_oss":  # whose experts take nothing but bfloat16
+            keep_dtype(layer.moe.routed_experts)
     with torch.no_grad():  # peaked
         for name, parameter in model.named_parameters():
             if "wqkv" in name or "wq." in name or "wk." in name:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 SEQ_LEN, VOCAB_SIZE = 64, 257
 
@@ -102,7 +103,7 @@ class Rows(BaseDataLoader):
         pass
 
 
-def _config(family: Any, flavor: str) -> DtcpTrainer.Config:
+def _config(family: Any, flavor: str, dtype: str = "float32") -> DtcpTrainer.Config:
     titans.register()
     config = Trainer.Config(
         model_spec=family.model_registry(flavor),
@@ -111,7 +112,7 @@ def _config(family: Any, flavor: str) -> DtcpTrainer.Config:
         dataloader=Rows.Config(),
         optimizer=default_adamw(lr=1e-3),
         training=TrainingConfig(
-            local_batch_size=2, global_batch_size=4, seq_len=SEQ_LEN, steps=3, mixed_precision_param="float32"
+            local_batch_size=2, global_batch_size=4, seq_len=SEQ_LEN, steps=3, mixed_precision_param=dtype
         ),
         parallelism=ParallelismConfig(),
     )
@@ -129,12 +130,21 @@ def qwen() -> DtcpTrainer.Config:
 
 
 def gpt() -> DtcpTrainer.Config:
-    return _config(gpt_oss, "small_gpt_oss")
+    return _config(gpt_oss, "small_gpt_oss", "bfloat16")  # its experts take nothing else
+
+
+def unshifted() -> DtcpTrainer.Config:
+    config = llama()
+    config.dataloader.is_shifted = False
+    return config
 
 
 def main(out: str, name: str, flags: list[str]) -> None:
     config = ConfigManager().parse_args(["--module", "titan_trainer_run", "--config", name, *flags])
     trainer = config.build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     history: list[dict[str, float]] = []
     trainer.metrics_processor.log = lambda step, loss, _, norm, **__: history.append({"loss": loss, "norm": norm})
     trainer.train()
@@ -145,7 +155,4 @@ def main(out: str, name: str, flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    import faulthandler
-
-    faulthandler.dump_traceback_later(45, exit=True)
     main(sys.argv[1], sys.argv[2], sys.argv[3:])
