@@ -50,6 +50,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 import titans  # noqa: E402
 from dtcp.integrations.torchtitan_trainer import DtcpTrainer, with_dtcp  # noqa: E402
+from dtcp.models.init import Init, initialize  # noqa: E402
 
 
 class NoTokenizer(BaseTokenizer):
@@ -145,6 +146,8 @@ def main(out: str, name: str, flags: list[str]) -> None:
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    # torchtitan's own initial weights depend on the mesh.
+    initialize(trainer.model_parts[0], 0, lambda name: Init(mean=float("norm" in name), std=0.1))
     history: list[dict[str, float]] = []
     trainer.metrics_processor.log = lambda step, loss, _, norm, **__: history.append({"loss": loss, "norm": norm})
     trainer.train()

@@ -226,11 +226,11 @@ def _set_timeout() -> Iterator[None]:
     if hasattr(dist, "set_timeout"):
         yield
         return
-    dist.set_timeout = distributed_c10d._set_pg_timeout
+    setattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)  # noqa: B010  # mypy knows no such name
     try:
         yield
     finally:
-        del dist.set_timeout
+        delattr(dist, "set_timeout")
 
 
 def _balances(model: nn.Module) -> bool:
@@ -245,7 +245,7 @@ def _context_mesh(dims: ParallelDims) -> DeviceMesh:
 class _DimsWithoutContext(ParallelDims):
     """Ranks of "cp" are in the FSDP mesh as ever, and nobody else is to cut for them."""
 
-    cp_enabled = property(lambda self: False)  # type: ignore[assignment]
+    cp_enabled = property(lambda self: False)
 
 
 def _without_context(dims: ParallelDims) -> ParallelDims:

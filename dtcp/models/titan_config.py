@@ -91,6 +91,12 @@ def is_titan(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.TitanDecoder)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether ``model`` is a `TitanDecoder` with a mixture of experts in a layer."""
+    config: Any = model.config if is_titan(model) else None
+    return config is not None and any(layer.moe is not None for layer in config.layers)
+
+
 def build_titan(config: TitanConfig) -> TitanDecoder:
     """Return the model that ``config`` describes, on the current default device."""
     from dtcp.models.titan import TitanDecoder

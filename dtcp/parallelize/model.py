@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtcp.models.titan_config import is_titan
+from dtcp.models.titan_config import has_experts
 from dtcp.parallelize.blocks import is_used_again, named_blocks
 from dtcp.parallelize.shared import refuse_shared_memory
 from dtcp.parallelize.watch import watch_planned
@@ -226,7 +226,7 @@ def _check(
     model: nn.Module, dims: ParallelDims, compile: bool | Mapping[str, Any], pipeline: PipelineOptions | None
 ) -> None:
     refuse_shared_memory(model)
-    if compile and is_titan(model) and any(layer.moe is not None for layer in model.config.layers):
+    if compile and has_experts(model):
         raise NotImplementedError(
             f"compile={compile} for a mixture of experts of torchtitan's: torch traces its grouped product in bfloat16 "
             "only; use compile=False (training.compile=false)"
