@@ -45,7 +45,7 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.models import gpt_oss, llama3, qwen3  # noqa: E402
+from torchtitan.models import llama3  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 import titans  # noqa: E402
@@ -104,34 +104,22 @@ class Rows(BaseDataLoader):
         pass
 
 
-def _config(family: Any, flavor: str, dtype: str = "float32") -> DtcpTrainer.Config:
+def llama() -> DtcpTrainer.Config:
     titans.register()
     config = Trainer.Config(
-        model_spec=family.model_registry(flavor),
+        model_spec=llama3.model_registry("small"),
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB_SIZE),
         tokenizer=NoTokenizer.Config(),
         dataloader=Rows.Config(),
         optimizer=default_adamw(lr=1e-3),
         training=TrainingConfig(
-            local_batch_size=2, global_batch_size=4, seq_len=SEQ_LEN, steps=3, mixed_precision_param=dtype
+            local_batch_size=2, global_batch_size=4, seq_len=SEQ_LEN, steps=3, mixed_precision_param="float32"
         ),
         parallelism=ParallelismConfig(),
     )
     config.debug.seed = 1
     config.metrics.log_freq = 1
     return with_dtcp(config)
-
-
-def llama() -> DtcpTrainer.Config:
-    return _config(llama3, "small")
-
-
-def qwen() -> DtcpTrainer.Config:
-    return _config(qwen3, "small_qwen3")
-
-
-def gpt() -> DtcpTrainer.Config:
-    return _config(gpt_oss, "small_gpt_oss", "bfloat16")  # its experts take nothing else
 
 
 def unshifted() -> DtcpTrainer.Config:
