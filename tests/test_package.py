@@ -1,4 +1,4 @@
-"""The package as a whole: what imports what, what `import dtcp` costs, what a wheel holds."""
+"""The package as a whole: what imports what, what `import dtcp` costs, its files."""
 
 import ast
 import importlib.metadata
@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -266,11 +265,7 @@ def test_no_file_names_a_path_of_one_machine():
         assert not (found := machine_path.search(text)), f"{name}: {text[found.start() :][:60]!r}"
 
 
-# ---- configuration files, in a checkout and in a wheel ---------------------------------------------------------------
-
-
-def files_below(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+# ---- configuration files, in a checkout ----------------------------------------------------------------------------
 
 
 def test_a_checkout_uses_its_own_conf():
@@ -291,42 +286,3 @@ except FileNotFoundError as error:
     message = run_python(code, tmp_path, tmp_path)
     assert f"expected dtcp's configuration in {tmp_path / 'conf'}" in message
     assert "reinstall with `pip install" in message
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
-    assert built.returncode == 0, built.stderr
-    (path,) = folder.glob("*.whl")
-    return path
-
-
-def test_a_wheel_holds_the_package_its_conf_and_its_licence(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    in_wheel = files_below(tmp_path / "dtcp")
-    in_checkout = files_below(PACKAGE) | {f"conf/{name}": data for name, data in files_below(ROOT / "conf").items()}
-    assert in_wheel == in_checkout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dtcp", f"dtcp-{dtcp.__version__}.dist-info"]
-    (info,) = tmp_path.glob("*.dist-info")
-    assert (info / "licenses" / "LICENSE").is_file()
-    metadata = (info / "METADATA").read_text()
-    assert "License-Expression: BSD-3-Clause" in metadata
-    assert "Requires-Python: >=3.11" in metadata
-
-
-@pytest.mark.slow
-def test_an_installed_wheel_finds_its_conf_from_another_folder(wheel, tmp_path):
-    site, elsewhere = tmp_path / "site", tmp_path / "else where"
-    elsewhere.mkdir()
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index", "--target", str(site)]
-    subprocess.run([*command, str(wheel)], check=True, stdin=subprocess.DEVNULL, timeout=120)
-    code = "import dtcp; from dtcp._paths import conf_dir; print(dtcp.__file__); print(conf_dir())"
-    where, conf = run_python(code, elsewhere, site).splitlines()
-    assert Path(where) == site / "dtcp" / "__init__.py"
-    assert Path(conf) == site / "dtcp" / "conf"
-    assert files_below(Path(conf)) == files_below(ROOT / "conf")
-    code = "import sys, runpy; sys.argv = ['', '--cfg', 'job']; runpy.run_module('dtcp.train', run_name='__main__')"
-    assert "model" in run_python(code, elsewhere, site)

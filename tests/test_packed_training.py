@@ -24,7 +24,11 @@ from parity import JOB, PEAKED, TINY, TOLERANCE, Record, RecordingTrainer, compa
 from ranks import Ranks
 
 SEQ_LEN = 97
-SIZES = TINY | {"titan": ("model=titan_llama3_debug", "model.num_layers=2", "model.vocab_size=264")}
+SIZES = TINY | {
+    "titan": ("model=titan_llama3_debug", "model.num_layers=2", "model.vocab_size=264"),
+    "titan_qwen3": ("model=titan_qwen3_debug", "model.flavor=small_qwen3", "optimizer.eps=1e-5"),
+    "titan_gpt_oss": ("model=titan_gpt_oss_debug", "model.flavor=small_gpt_oss"),
+}
 WINDOW = ("model.window_size=20", "model.full_attention_every=2", "model.sinks=true")
 PACKED = ("data.pack_documents=true",)
 
@@ -58,6 +62,10 @@ def short_documents(step: int, row: int, seq_len: int) -> torch.Tensor:
 
 def record_packed(rank: int, world: int, overrides, ignored=nothing, record_steps=(1, 3)) -> Record:
     """Train as ``overrides`` say on this rank; call it on every rank of the world."""
+    if any("flavor=small" in override for override in overrides):
+        import titans
+
+        titans.register()
     trainer = PackedTrainer(overrides, ignored, record_steps)
     history = list(trainer.steps())
     return Record([m.loss for m in history], [m.grad_norm for m in history], trainer.gradients)
@@ -110,6 +118,9 @@ CASES = [
     Case("mesh.cp=2", 2, "llama", ("training.local_batch_size=2", "training.compile=true"), WINDOW),
     Case("mesh.cp=2", 2, "llama", ("attention.layout=auto",), WINDOW),
     Case("mesh.cp=2", 2, "titan", ("attention.layout=per_document",)),
+    Case("mesh.cp=2 mesh.tp=2", 4, "titan_qwen3", ("attention.layout=per_document",)),
+    Case("mesh.cp=2", 2, "titan_gpt_oss", ("attention.layout=per_document",)),
+    Case("mesh.cp=2 mesh.dp_shard=2", 4, "titan_gpt_oss", ("training.local_batch_size=1",)),
 ]
 IN_QUICK_RUN = (CASES[0], CASES[8])
 

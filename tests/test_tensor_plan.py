@@ -425,7 +425,7 @@ def test_a_weight_that_is_computed_at_each_use_is_refused(ranks):
 
 def refuse_more(rank: int, world: int) -> None:
     dims, model = make_dims(tp=2), make_model("llama")
-    with pytest.raises(ValueError, match="plan for GPT, Llama and TitanLlama3, got Linear; write one"):
+    with pytest.raises(ValueError, match="plan for GPT, Llama and TitanDecoder, got Linear; write one"):
         dtcp.apply_tensor_parallel(nn.Linear(2, 2), dims)
     dtcp.apply_tensor_parallel(model, dims)
     with pytest.raises(ValueError, match=r"plain parameters, got token_embedding.weight as a DTensor over \('tp',\)"):

@@ -17,11 +17,11 @@ from dtcp.models.gpt import GPT, GPTConfig
 from dtcp.models.llama import Llama, LlamaConfig
 from dtcp.models.presets import PRESETS
 from dtcp.models.rope import RopeScaling
-from dtcp.models.titan_config import TitanLlama3Config, build_titan
+from dtcp.models.titan_config import TitanConfig, build_titan
 from dtcp.models.transformers_config import HFConfig, ResolvedHFConfig, build_transformers
 
 if TYPE_CHECKING:
-    from dtcp.models.titan import TitanLlama3
+    from dtcp.models.titan import TitanDecoder
     from dtcp.models.transformers_model import TransformersModel
 
 __all__ = [
@@ -34,12 +34,12 @@ __all__ = [
     "ModelConfig",
     "ResolvedHFConfig",
     "RopeScaling",
-    "TitanLlama3Config",
+    "TitanConfig",
     "build_model",
     "model_config",
 ]
 
-ModelConfig = GPTConfig | LlamaConfig | TitanLlama3Config | ResolvedHFConfig
+ModelConfig = GPTConfig | LlamaConfig | TitanConfig | ResolvedHFConfig
 
 
 def model_config(config_or_name: ModelConfig | HFConfig | str, **overrides: Any) -> ModelConfig:
@@ -71,7 +71,7 @@ def model_config(config_or_name: ModelConfig | HFConfig | str, **overrides: Any)
     if isinstance(scaling, Mapping):
         overrides["rope_scaling"] = RopeScaling(**scaling)
     config = replace(config, **overrides)
-    return config.resolved() if isinstance(config, TitanLlama3Config | HFConfig) else config
+    return config.resolved() if isinstance(config, TitanConfig | HFConfig) else config
 
 
 def build_model(
@@ -80,7 +80,7 @@ def build_model(
     device: torch.device | str | None = None,
     seed: int = 0,
     **overrides: Any,
-) -> GPT | Llama | TitanLlama3 | TransformersModel:
+) -> GPT | Llama | TitanDecoder | TransformersModel:
     """Build a model with initial weights, or on "meta" without any.
 
     Args:
@@ -106,13 +106,13 @@ def build_model(
     return model
 
 
-def _build(config: ModelConfig) -> GPT | Llama | TitanLlama3 | TransformersModel:
+def _build(config: ModelConfig) -> GPT | Llama | TitanDecoder | TransformersModel:
     match config:
         case GPTConfig():
             return GPT(config)
         case LlamaConfig():
             return Llama(config)
-        case TitanLlama3Config():
+        case TitanConfig():
             return build_titan(config)
         case ResolvedHFConfig():
             return build_transformers(config)

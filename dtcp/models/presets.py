@@ -3,7 +3,7 @@
 from dtcp.models.gpt import GPTConfig
 from dtcp.models.llama import LlamaConfig
 from dtcp.models.rope import RopeScaling
-from dtcp.models.titan_config import TitanLlama3Config
+from dtcp.models.titan_config import TitanConfig
 from dtcp.models.transformers_config import HFConfig
 
 BYTES_VOCAB_SIZE = 264  # the byte tokenizer's 257 ids, rounded up so that 2, 4 and 8 ranks can share the head
@@ -22,7 +22,7 @@ def _llama3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, stretch: fl
     )
 
 
-PRESETS: dict[str, GPTConfig | LlamaConfig | TitanLlama3Config | HFConfig] = {
+PRESETS: dict[str, GPTConfig | LlamaConfig | TitanConfig | HFConfig] = {
     "gpt_tiny": GPTConfig(BYTES_VOCAB_SIZE, 4096, 128, 4, 4),
     "gpt_tiny_window": GPTConfig(
         BYTES_VOCAB_SIZE, 4096, 128, 4, 4, window_size=128, full_attention_every=2, sinks=True
@@ -42,13 +42,17 @@ PRESETS: dict[str, GPTConfig | LlamaConfig | TitanLlama3Config | HFConfig] = {
     "llama3_405b": _llama3(16_384, 126, 128, 53_248, 8.0, False),  # published as Llama 3.1 only
     "llama3_2_1b": _llama3(2048, 16, 32, 8192, 32.0, True),
     "llama3_2_3b": _llama3(3072, 28, 24, 8192, 32.0, True),
-    # torchtitan's Llama 3, in the sizes of its own registry.
-    "titan_llama3_debug": TitanLlama3Config("debugmodel"),
-    "titan_llama3_1b": TitanLlama3Config("1B"),
-    "titan_llama3_3b": TitanLlama3Config("3B"),
-    "titan_llama3_8b": TitanLlama3Config("8B"),
-    "titan_llama3_70b": TitanLlama3Config("70B"),
-    "titan_llama3_405b": TitanLlama3Config("405B"),
+    # torchtitan's, in the sizes of its own registries.
+    "titan_llama3_debug": TitanConfig("llama3", "debugmodel"),
+    **{f"titan_llama3_{size.lower()}": TitanConfig("llama3", size) for size in ("1B", "3B", "8B", "70B", "405B")},
+    "titan_qwen3_debug": TitanConfig("qwen3", "debugmodel"),
+    "titan_qwen3_moe_debug": TitanConfig("qwen3", "debugmodel_moe"),
+    **{
+        f"titan_qwen3_{size.lower().replace('.', '_').replace('-', '_')}": TitanConfig("qwen3", size)
+        for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")
+    },
+    "titan_gpt_oss_debug": TitanConfig("gpt_oss", "debugmodel"),
+    **{f"titan_gpt_oss_{size}": TitanConfig("gpt_oss", size) for size in ("20b", "120b")},
     # Any causal language model of transformers, by its config.json.
     "hf": HFConfig(),
 }

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3, for the training job and `dtcp.parallelize`. No parallel code; loading this loads torchtitan.
+"""torchtitan's decoders, for the training job and `dtcp.parallelize`. No parallel code; loading this loads torchtitan.
 
 Shapes: B batch, S positions held here.
 """
@@ -7,52 +7,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchtitan.models.common.attention import BaseQKVLinear, FusedQKVLinear, QKVLinear
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.rope import RoPE
-from torchtitan.models.llama3 import Llama3Model, llama3_configs
 
 from dtcp.integrations.torchtitan import with_dtcp_attention
 from dtcp.models.config import training_flops_per_token
 from dtcp.models.head import TiedHead
 from dtcp.models.init import Fill, initialize
 from dtcp.models.inputs import can_read, check_tokens, is_residual_stream, resolve_positions, table_error
-
-
-def make_titan_config(
-    flavor: str, *, vocab_size: int | None = None, num_layers: int | None = None, max_seq_len: int | None = None
-) -> Llama3Model.Config:
-    """Return torchtitan's own config of a flavor, with dtcp's attention and the numbers given here.
-
-    Raises:
-        ValueError: If torchtitan has no such flavor, or fewer layers than asked for.
-    """
-    if flavor not in llama3_configs:
-        raise ValueError(f"torchtitan has no Llama 3 flavor {flavor!r}; flavors: {', '.join(llama3_configs)}")
-    # Of the backends, the one that a CPU can make a config of; its attention is replaced.
-    titan = with_dtcp_attention(llama3_configs[flavor](attn_backend="varlen"))
-    if num_layers is not None:
-        if num_layers > len(titan.layers):
-            raise ValueError(
-                f"torchtitan's Llama 3 {flavor} has {len(titan.layers)} layers, got num_layers={num_layers}; use at "
-                f"most those, or another flavor: {', '.join(llama3_configs)}"
-            )
-        titan.layers = titan.layers[:num_layers]
-    if max_seq_len is not None:
-        for layer in titan.layers:  # whose attention is a copy already
-            layer.attention.rope = replace(layer.attention.rope, max_seq_len=max_seq_len)
-    if vocab_size is not None:
-        titan.vocab_size = vocab_size
-        titan.tok_embeddings = replace(titan.tok_embeddings, num_embeddings=vocab_size)
-        titan.lm_head = replace(titan.lm_head, out_features=vocab_size)
-    return titan
+from dtcp.models.titan_experts import keep_dtype
 
 
 class _Embedding(Embedding):
@@ -61,10 +33,11 @@ class _Embedding(Embedding):
     forward = nn.Embedding.forward
 
 
-class TitanLlama3(Llama3Model):
-    """torchtitan's ``Llama3Model``, with what the models here have: a loss in place of the head, weights from a seed.
+class TitanDecoder(Decoder):
+    """A decoder of torchtitan's, with what the models here have: a loss in place of the head, weights from a seed.
 
-    Blocks, parameter names and numerics are torchtitan's own. Two things differ from ``config.build()``: a tied head
+    For configs of its Llama 3, Qwen 3 and GPT-OSS. Blocks, parameter names and numerics are torchtitan's own, but for
+    experts, which compute in the dtype of their input. Two things differ from ``config.build()``: a tied head
     has no weight of its own (two names for one parameter come apart in ``to_empty``), and ``state_dict`` has fused
     query, key and value weights as the one parameter that they are, so that loading in place reaches it;
     ``load_state_dict`` takes torchtitan's form too.
@@ -74,17 +47,19 @@ class TitanLlama3(Llama3Model):
     first_modules = ("tok_embeddings",)
     last_modules = ("norm", "lm_head")
 
-    def __init__(self, config: Llama3Model.Config, *, qk_init_scale: float = 1.0) -> None:
+    def __init__(self, config: Decoder.Config, *, qk_init_scale: float = 1.0) -> None:
         """Build on the current default device; call ``init_weights`` before use.
 
         Args:
             config: torchtitan's, with any inner attention; sizes, initial distributions, fused or separate
                 projections and tied or untied head are taken as they are.
-            qk_init_scale: Extra factor on the initial query and key weights.
+            qk_init_scale: Extra factor on the initial query and key weights; on the gain of the queries' norm if they
+                have one.
 
         Raises:
             NotImplementedError: See `with_dtcp_attention`; for modules that a plan would cut in another way: those that
-                communicate themselves, low rank adapters, quantized weights.
+                communicate themselves, low rank adapters, quantized weights; for experts whose loads the optimizer is
+                to balance.
             ValueError: If a parameter has no initial distribution in ``config``.
         """
         _refuse_other_modules(config)
@@ -98,10 +73,12 @@ class TitanLlama3(Llama3Model):
         for module in self.modules():
             if isinstance(module, FusedQKVLinear):
                 module._state_dict_hooks.clear()
+            if isinstance(module, MoE):
+                keep_dtype(module.routed_experts)
         self._fills = _initial_distributions(self, qk_init_scale)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         lookups = 0 if self.enable_weight_tying else self.tok_embeddings.weight.numel()
-        self._num_matmul_parameters = self.num_parameters - lookups
+        self._num_matmul_parameters = self.num_parameters - lookups - sum(map(_num_idle, self.modules()))
 
     @property
     def tied_modules(self) -> tuple[str, ...]:
@@ -180,6 +157,8 @@ class TitanLlama3(Llama3Model):
         """Fill the rotary tables, which ``to_empty`` leaves as they come; layers with equal ones share a tensor."""
         tables: dict[str, Tensor] = {}
         for module in self.modules():
+            if isinstance(module, MoE) and not module.tokens_per_expert_E.is_meta:
+                module.tokens_per_expert_E.zero_()
             if isinstance(module, RoPE) and not module.cache.is_meta:
                 key = f"{module.config} {module.cache.device}"
                 if key not in tables:
@@ -187,8 +166,9 @@ class TitanLlama3(Llama3Model):
                     tables[key] = module.cache
                 module.cache = tables[key]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TitanLlama3:
-        return super()._apply(functools.partial(_keep_complex, fn), recurse=recurse)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TitanDecoder:
+        tables = {id(module.cache) for module in self.modules() if isinstance(module, RoPE)}
+        return super()._apply(functools.partial(_move_only, tables, fn), recurse=recurse)
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Raise: torchtitan's initial weights come from the global random state, and so depend on the mesh."""
@@ -196,33 +176,52 @@ class TitanLlama3(Llama3Model):
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward operations per token at ``seq_len``; the formula is `training_flops_per_token`'s."""
-        attentions = [layer.attention for layer in self.config.layers]
-        widths = sum(a.n_heads * (a.head_dim or a.dim // a.n_heads) for a in attentions)  # of all layers
-        return training_flops_per_token(self._num_matmul_parameters, 1, widths, seq_len)
+        flops = 6 * self._num_matmul_parameters
+        for attention in (layer.attention for layer in self.config.layers):
+            width = attention.n_heads * (attention.head_dim or attention.dim // attention.n_heads)
+            left, _ = attention.inner_attention.window_size
+            window = None if left < 0 else left + 1
+            flops += training_flops_per_token(0, 1, width, seq_len, window_size=window)
+        return flops
 
 
-def _refuse_other_modules(config: Llama3Model.Config) -> None:
+def _refuse_other_modules(config: Decoder.Config) -> None:
     """Subclasses do something else with their weights."""
     for base, *allowed in (
         (BaseQKVLinear.Config, FusedQKVLinear.Config, QKVLinear.Config),
         (FeedForward.Config, FeedForward.Config),
-        (Linear.Config, Linear.Config),
+        (Linear.Config, Linear.Config, ScaledBiasRowwiseLinear.Config),
     ):
         for name, found, *_ in config.traverse(base):
             if type(found) not in allowed:
                 raise NotImplementedError(
-                    f"{name} of the config is {type(found).__qualname__}; TitanLlama3 takes "
+                    f"{name} of the config is {type(found).__qualname__}; TitanDecoder takes "
                     f"{' or '.join(kind.__qualname__ for kind in allowed)}: use tp_gemm_backend='default' and no "
                     "converters, or config.build()"
                 )
+    for name, moe, *_ in config.traverse(MoE.Config):
+        if moe.load_balance_coeff is not None:
+            raise NotImplementedError(
+                f"{name} of the config has load_balance_coeff={moe.load_balance_coeff}: a bias of experts that only "
+                "torchtitan's own optimizer moves, by counts with pad slots in them; set load_balance_coeff=None"
+            )
 
 
-def _keep_complex(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What ``to`` and ``to_empty`` make of a tensor; a rotary table only moves: a real dtype would take half of it."""
-    if not x.is_complex():
+def _move_only(tables: set[int], fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What ``to`` and ``to_empty`` make of a tensor; rotary tables only move, and keep their digits."""
+    if id(x) not in tables:
         return fn(x)
     device = fn(torch.empty(0, device=x.device)).device
     return torch.empty_like(x, device=device) if x.is_meta else x.to(device)
+
+
+def _num_idle(module: nn.Module) -> int:
+    """Parameters of experts that a token does not go to."""
+    if not isinstance(module, MoE):
+        return 0
+    experts = module.routed_experts.inner_experts
+    held = sum(parameter.numel() for parameter in experts.parameters())
+    return held - held * module.router.top_k // experts.num_experts
 
 
 def _drop_tied_head(model: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -251,6 +250,9 @@ def _initial_distributions(model: nn.Module, qk_init_scale: float) -> dict[str, 
                 rows, names = None, ["wq", "wk"]
             case _:
                 continue
+        attention = prefix.removesuffix(".qkv_linear")
+        if f"{attention}.q_norm.weight" in fills:  # what comes before a norm has no scale, and after it a large one
+            rows, prefix, names = None, attention, ["q_norm"]
         for name in (f"{prefix}.{name}.weight" for name in names):
             fills[name] = functools.partial(_fill_scaled, fills[name], qk_init_scale, rows)
     return fills

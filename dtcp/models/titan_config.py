@@ -1,4 +1,4 @@
-"""Which of torchtitan's Llama 3 models to build; torchtitan itself is loaded when a size is asked for."""
+"""Which of torchtitan's language models to build; torchtitan itself is loaded when a size is asked for."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from dtcp.models.config import check_positive
 from dtcp.models.inputs import table_error
 
 if TYPE_CHECKING:
-    from dtcp.models.titan import TitanLlama3
+    from dtcp.models.titan import TitanDecoder
 
 
 @dataclass(frozen=True, slots=True)
-class TitanLlama3Config:
-    """A Llama 3 of torchtitan's registry.
+class TitanConfig:
+    """A model of torchtitan's registries.
 
     Attributes:
-        flavor: Its name in ``torchtitan.models.llama3.llama3_configs``, where the sizes are.
+        family: "llama3", "qwen3" or "gpt_oss".
+        flavor: Its name in the family's registry, as ``torchtitan.models.llama3.llama3_configs``, where the sizes are.
         vocab_size: Rows of the embedding; None is the registry's.
         num_layers: The first so many of its blocks; None is all.
         max_seq_len: Rows of the rotary table, the longest global sequence in tokens; None is the registry's.
-        qk_init_scale: Extra factor on the initial query and key weights; above 1 attention starts peaked.
+        qk_init_scale: Extra factor on the initial query and key weights; above 1 attention starts peaked. Where queries
+            and keys are normed (Qwen 3), on the gain of the queries' norm alone.
     """
 
+    family: str
     flavor: str
     vocab_size: int | None = None
     num_layers: int | None = None
@@ -39,7 +42,7 @@ class TitanLlama3Config:
         numbers = {name: getattr(self, name) for name in ("vocab_size", "num_layers", "max_seq_len")}
         check_positive(**{name: number for name, number in numbers.items() if number is not None})
 
-    def resolved(self) -> TitanLlama3Config:
+    def resolved(self) -> TitanConfig:
         """Return the same with torchtitan's own numbers for those that are None.
 
         Raises:
@@ -49,11 +52,15 @@ class TitanLlama3Config:
         return replace(self, vocab_size=titan.vocab_size, num_layers=len(titan.layers), max_seq_len=titan.max_seq_len)
 
     def to_titan(self) -> Any:
-        """Return torchtitan's own ``Llama3Model.Config``, with dtcp's attention as inner attention; see `resolved`."""
-        from dtcp.models.titan import make_titan_config
+        """Return torchtitan's own config, with dtcp's attention as inner attention; see `resolved`."""
+        from dtcp.models.titan_registry import make_titan_config
 
         return make_titan_config(
-            self.flavor, vocab_size=self.vocab_size, num_layers=self.num_layers, max_seq_len=self.max_seq_len
+            self.family,
+            self.flavor,
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            max_seq_len=self.max_seq_len,
         )
 
     @property
@@ -78,21 +85,27 @@ class TitanLlama3Config:
             raise table_error(seq_len, rows)
 
 
-def is_titan_llama3(model: nn.Module) -> bool:
-    """Whether ``model`` is a `TitanLlama3`, without loading torchtitan to find out."""
+def is_titan(model: nn.Module) -> bool:
+    """Whether ``model`` is a `TitanDecoder`, without loading torchtitan to find out."""
     module = sys.modules.get("dtcp.models.titan")
-    return module is not None and isinstance(model, module.TitanLlama3)
+    return module is not None and isinstance(model, module.TitanDecoder)
 
 
-def build_titan(config: TitanLlama3Config) -> TitanLlama3:
+def has_experts(model: nn.Module) -> bool:
+    """Whether ``model`` is a `TitanDecoder` with a mixture of experts in a layer."""
+    config: Any = model.config if is_titan(model) else None
+    return config is not None and any(layer.moe is not None for layer in config.layers)
+
+
+def build_titan(config: TitanConfig) -> TitanDecoder:
     """Return the model that ``config`` describes, on the current default device."""
-    from dtcp.models.titan import TitanLlama3
+    from dtcp.models.titan import TitanDecoder
 
-    return TitanLlama3(config.to_titan(), qk_init_scale=config.qk_init_scale)
+    return TitanDecoder(config.to_titan(), qk_init_scale=config.qk_init_scale)
 
 
 @functools.lru_cache
-def _on_meta(config: TitanLlama3Config) -> TitanLlama3:
+def _on_meta(config: TitanConfig) -> TitanDecoder:
     """The model without weights, to ask for its sizes."""
     with torch.device("meta"):
         return build_titan(config)

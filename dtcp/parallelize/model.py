@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtcp.models.titan_config import has_experts
 from dtcp.parallelize.blocks import is_used_again, named_blocks
 from dtcp.parallelize.shared import refuse_shared_memory
 from dtcp.parallelize.watch import watch_planned
@@ -190,9 +191,7 @@ def _make_pipeline(
 
     tied = _tied_modules(model, options)
     # What stages share is known before FSDP2 puts other parameters in place.
-    every = all_stages(
-        model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
-    )
+    every = all_stages(model, dims.pp, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied)
     names, constant_buffers = tied_parameters(every[0], every[-1], tied), shared_buffers(every)
     stages, num_stages = split_into_stages(
         model, dims, schedule=options.schedule, stages_per_rank=options.stages_per_rank, tied=tied
@@ -227,6 +226,11 @@ def _check(
     model: nn.Module, dims: ParallelDims, compile: bool | Mapping[str, Any], pipeline: PipelineOptions | None
 ) -> None:
     refuse_shared_memory(model)
+    if compile and has_experts(model):
+        raise NotImplementedError(
+            f"compile={compile} for a mixture of experts of torchtitan's: torch traces its grouped product in bfloat16 "
+            "only; use compile=False (training.compile=false)"
+        )
     if isinstance(compile, Mapping) and "fullgraph" in compile:
         raise ValueError("parallelize compiles every block with fullgraph=True; leave fullgraph out of compile=")
     if dims.pp == 1 and pipeline is not None:

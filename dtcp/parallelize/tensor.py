@@ -31,7 +31,7 @@ from dtcp.dropout import AttentionDropout
 from dtcp.mesh import ParallelDims
 from dtcp.models import GPT, Llama
 from dtcp.models.head import TiedHead
-from dtcp.models.titan_config import is_titan_llama3
+from dtcp.models.titan_config import is_titan
 from dtcp.parallelize.dropout import HeadParallelDropout, SequenceParallelDropout
 from dtcp.parallelize.shared import keep_shared, shared_parameters
 from dtcp.parallelize.sinks import HeadParallelSinks
@@ -49,21 +49,22 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True, lo
     (B, S, D) without sequence parallelism. Embeddings and head are cut by vocabulary, which need not divide by T.
 
     Args:
-        model: A ``GPT``, ``Llama`` or ``TitanLlama3``, on any device. For another model write the plan in the same way.
+        model: A ``GPT``, ``Llama`` or ``TitanDecoder``, on any device. For another model write one in the same way.
         sequence_parallel: Cut the residual stream over positions. S has to be a multiple of T:
             ``make_layout(..., multiple_of=T)``.
         loss_parallel: Leave the logits a DTensor, ``Shard(-1)``, as ``token_loss`` takes them. False gathers them:
             plain (B, S, V) on each rank.
 
     Raises:
-        ValueError: If there is no plan for this kind of model.
+        ValueError: If there is no plan for this kind of model, as for a mixture of experts.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
-    if is_titan_llama3(model):
+    if is_titan(model):
+        _refuse_experts(model.config)
         return _titan_plan(model, stream, loss_parallel)
     if not isinstance(model, GPT | Llama):
         raise ValueError(
-            f"there is a tensor parallel plan for GPT, Llama and TitanLlama3, got {type(model).__name__}; write one "
+            f"there is a tensor parallel plan for GPT, Llama and TitanDecoder, got {type(model).__name__}; write one "
             "for its modules in the same way and give it to dtcp.parallelize(tensor_plan=...), or "
             "apply_tensor_parallel(plan=...); the doctor takes it as doctor.tensor_plan=module:name"
         )
@@ -151,17 +152,22 @@ def _enter(stream: Placement, *more: None) -> PrepareModuleInput:
 
 
 def _titan_plan(model: Any, stream: Placement, loss_parallel: bool) -> Plan:
-    """The same by torchtitan's names. Fused rows are key heads with their queries and values, so a cut keeps these.
+    """The same by torchtitan's names, of models with a dense feed-forward.
 
-    Its modules read the shape of their input, so that stays a tensor: gathered once, and kept whole.
+    Fused rows are key heads with their queries and values, so a cut keeps these. torchtitan's modules read the shape of
+    their input, so that stays a tensor: gathered once, and kept whole.
     """
     norm = ReplicatedParameters(input_layout=stream)
-    projections = [name for name, _ in next(iter(model.layers.values())).attention.qkv_linear.named_children()]
+    attention = next(iter(model.layers.values())).attention
+    projections = [name for name, _ in attention.qkv_linear.named_children()]
+    heads = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
     return {
         "tok_embeddings": VocabularyParallelEmbedding(output_layout=stream),
         "layers.*.attention_norm": norm,
         "layers.*.attention": _enter(stream, None, None),  # masks and positions stay as they are
         **{f"layers.*.attention.qkv_linear.{name}": ColwiseParallel() for name in projections},
+        # Of each head alone, (B, S, H, D): the weight is whole, its gradient a share of each rank's heads.
+        **{f"layers.*.attention.{name}": ReplicatedParameters(input_layout=Shard(2)) for name in heads},
         "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
         "layers.*.ffn_norm": norm,
         "layers.*.feed_forward": _enter(stream),
@@ -208,7 +214,8 @@ def check_tensor_parallel(model: nn.Module, tp: int) -> None:
 
 def _shared_sizes(model: nn.Module) -> dict[str, int]:
     config: Any = model.config
-    if is_titan_llama3(model):
+    if is_titan(model):
+        _refuse_experts(config)
         attentions = [layer.attention for layer in config.layers]
         return {
             "num_heads": math.gcd(*(a.n_heads for a in attentions)),
@@ -220,6 +227,15 @@ def _shared_sizes(model: nn.Module) -> dict[str, int]:
     return {"num_heads": config.num_heads, "ffn_dim": config.hidden_dim}
 
 
+def _refuse_experts(config: Any) -> None:
+    for index, layer in enumerate(config.layers):
+        if layer.moe is not None:
+            raise ValueError(
+                f"there is no tensor parallel plan for a mixture of experts, which layer {index} has; use tp=1, and cp "
+                "or dp_shard for the other ranks"
+            )
+
+
 def _check_model(model: nn.Module, tp: int) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -227,7 +243,7 @@ def _check_model(model: nn.Module, tp: int) -> None:
                 f"apply_tensor_parallel needs plain parameters, got {name} as a DTensor over "
                 f"{parameter.device_mesh.mesh_dim_names}; call it once, and before apply_fsdp"
             )
-    if isinstance(model, GPT | Llama) or is_titan_llama3(model):
+    if isinstance(model, GPT | Llama) or is_titan(model):
         check_tensor_parallel(model, tp)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:

@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtcp._paths import conf_dir
 from dtcp.mesh import AXES
-from dtcp.models import PRESETS, GPTConfig, HFConfig, LlamaConfig, ModelConfig, TitanLlama3Config, model_config
+from dtcp.models import PRESETS, GPTConfig, HFConfig, LlamaConfig, ModelConfig, TitanConfig, model_config
 from dtcp.train.data import DataConfig
 
 
@@ -214,7 +214,7 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=JobConfig)
     more = {"name": str, "weights": str | None}  # weights: a folder in Hugging Face's form; null: drawn from the seed
-    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig, TitanLlama3Config, HFConfig)}
+    schemas = {kind: _open_twin(kind, **more) for kind in (GPTConfig, LlamaConfig, TitanConfig, HFConfig)}
     for name, preset in PRESETS.items():
         store.store(group="model", name=name, node=_fill(schemas[type(preset)], preset, name=name, weights=None))
 
