@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtcp.integrations import transformers_attention
 from dtcp.train.session import JobError
 from hf_job import config_folder, packed_documents
 from test_doctor import local_positions, run_doctor
@@ -29,7 +32,12 @@ def overrides(name: str, folder: Path, *more: str) -> str:
         ("mistral with a window", 2, ["mesh.cp=2", "+model.overrides.sliding_window=7"]),
         ("gpt2", 4, ["mesh.cp=2", "mesh.dp_shard=2", "activation_checkpointing.mode=full"]),
         ("gemma3", 2, ["mesh.cp=2", "packed", "training.param_dtype=bfloat16"]),
-        ("opt", 2, ["mesh.cp=2", "attention.layout=striped", "attention.strategy=all_gather"]),
+        ("opt", 2, ["mesh.cp=2", "packed", "attention.layout=striped", "attention.strategy=all_gather"]),
+        ("gpt_oss", 2, ["mesh.cp=2", "packed"]),
+        ("gpt_oss", 2, ["mesh.cp=2"]),
+        ("gemma2", 2, ["mesh.cp=2", "packed"]),
+        ("qwen3", 2, ["mesh.cp=2", "packed"]),
+        ("llama4", 2, ["mesh.cp=2", "packed"]),
     ],
 )
 def test_a_right_configuration_is_right(ranks, tmp_path, name, world, more):
@@ -37,17 +45,36 @@ def test_a_right_configuration_is_right(ranks, tmp_path, name, world, more):
         assert report.is_right, report
 
 
-@pytest.mark.parametrize("fault", [dropped_cross_rank_attention, local_positions])
-def test_a_planted_fault_is_wrong(ranks, tmp_path, fault: Callable[[], Any]):
-    given = overrides("llama", tmp_path, "mesh.cp=2", "attention.layout=contiguous")
-    for report in ranks.run(2, run_doctor, given, fault, timeout=200):
+@contextlib.contextmanager
+def forgetting(name: str, nothing: Any) -> Iterator[None]:
+    """Attention is not told of a part of the mask."""
+    attend = transformers_attention.context_parallel_attention
+    transformers_attention.context_parallel_attention = lambda *args, **how: attend(*args, **how | {name: nothing})
+    try:
+        yield
+    finally:
+        transformers_attention.context_parallel_attention = attend
+
+
+FAULTS = {
+    "cross-rank attention": dropped_cross_rank_attention,
+    "positions": local_positions,
+    "documents": functools.partial(forgetting, "documents", None),
+    "window": functools.partial(forgetting, "window_size", (-1, -1)),
+    "sinks": functools.partial(forgetting, "sinks", None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_wrong(ranks, tmp_path, fault: str):
+    given = overrides("gpt_oss", tmp_path, "mesh.cp=2", "packed", "attention.layout=contiguous")
+    for report in ranks.run(2, run_doctor, given, FAULTS[fault], timeout=200):
         assert not report.is_right
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
-def test_a_model_that_torch_cannot_attend_for_is_refused(ranks, tmp_path, name):
-    message = r"attends with a soft cap or sinks"
-    ranks.run_expecting(2, run_doctor, JobError, message, overrides(name, tmp_path, "mesh.cp=2"))
+def test_positions_that_do_not_restart_leave_no_reference_to_a_model_with_sinks(ranks, tmp_path):
+    given = overrides("gpt_oss", tmp_path, "mesh.cp=2", "packed", "data.reset_positions=false")
+    ranks.run_expecting(2, run_doctor, JobError, r"one rank's gpt_oss .*got data.reset_positions=false", given)
 
 
 def test_the_context_is_no_door_of_these_models(ranks, tmp_path):

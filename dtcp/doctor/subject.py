@@ -60,7 +60,7 @@ class Subject(Trainer):
                 model_config = to_model_config(small.model)
                 check_fits(model_config.num_parameters, device)
                 if isinstance(model_config, ResolvedHFConfig):
-                    check_by_torch(model_config, config.doctor.door is Door.context)
+                    check_reference(model_config, config)
         self.options = config.doctor
         super().__init__(small, device)
         if config.model.weights is None or self.options.model is not None:
@@ -305,12 +305,17 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def check_by_torch(config: ResolvedHFConfig, is_by_context: bool) -> None:
+def check_reference(model_config: ResolvedHFConfig, config: DoctorJobConfig) -> None:
     """Refuse a model of transformers that there is no reference for, or another door than its own."""
-    if is_by_context:
+    if config.doctor.door is Door.context:
         raise ValueError("doctor.door=context is not for model=hf, whose attention has its own door; use door=plan")
-    model: Any = build_model(config, device="meta")
+    model: Any = build_model(model_config, device="meta")
     model.attend_by_torch()
+    if model.splits_documents and config.data.pack_documents and config.data.reset_positions is False:
+        raise NotImplementedError(
+            f"one rank's {model.hf.config.model_type} is run a document after the other, by where positions restart; "
+            "got data.reset_positions=false; examine it with null: documents are told apart in the same way"
+        )
 
 
 def check_fits(num_parameters: int, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,7 @@ class TransformersModel(nn.Module):
         self._head = _own_head(hf)
         self._blocks = _find_blocks(hf)
         _refuse_other_ties(hf)
+        self.splits_documents = False
         self.on_forward: Callable[[Tensor], None] | None = None  # what is to know of the tokens before they run
 
     @property
@@ -66,18 +68,17 @@ class TransformersModel(nn.Module):
         return self.hf.get_submodule(self._blocks)
 
     def attend_by_torch(self) -> None:
-        """From now on attend uncut by ``F.scaled_dot_product_attention``, by transformers' own code and masks.
+        """From now on attend uncut, by transformers' own code and masks: what a cut model is compared with.
 
-        Raises:
-            NotImplementedError: If that would leave out a soft cap or sinks of the model.
+        By ``F.scaled_dot_product_attention``, where documents are the caller's to see to. Models with sinks or a soft
+        cap, which it leaves out, take transformers' eager attention, a document after the other, by where positions
+        restart: some (GPT-OSS) do not look for documents.
         """
-        text = self.hf.config.get_text_config()
-        if not self.hf._supports_sdpa or getattr(text, "attn_logit_softcapping", None) is not None:
-            raise NotImplementedError(
-                f"{type(self.hf).__name__} attends with a soft cap or sinks, which transformers does not compute by "
-                "F.scaled_dot_product_attention; compare the losses of a few steps with one rank's instead"
-            )
-        self.hf.set_attn_implementation("sdpa")
+        has_cap = getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        self.splits_documents = has_cap or not self.hf._supports_sdpa
+        self.hf.set_attn_implementation("eager" if self.splits_documents else "sdpa")
+        if hasattr(self.hf, "set_experts_implementation"):
+            self.hf.set_experts_implementation("eager")  # the others take no float64
 
     def forward(
         self,
@@ -105,6 +106,8 @@ class TransformersModel(nn.Module):
         positions = resolve_positions(positions, tokens).expand(tokens.shape)
         if self.on_forward is not None:
             self.on_forward(tokens)
+        if self.splits_documents:
+            return torch.cat([self._by_document(*of_row) for of_row in zip(tokens, positions, strict=True)])
         if head_fn is None:
             return self.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
         if self._head is None:
@@ -119,6 +122,13 @@ class TransformersModel(nn.Module):
         if len(made) != 1 or logits is not made[0]:
             raise self._no_chunks("changes its logits after the head (a soft cap, a scale)")
         return logits
+
+    def _by_document(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits of one row, (1, S, V), of documents that do not see each other."""
+        starts = (positions.diff() != 1).nonzero().flatten().add(1).tolist()
+        parts = [slice(a, b) for a, b in itertools.pairwise([0, *starts, tokens.numel()])]
+        pieces = (self.hf(input_ids=tokens[None, x], position_ids=positions[None, x], use_cache=False) for x in parts)
+        return torch.cat([piece.logits for piece in pieces], dim=1)
 
     def _no_chunks(self, why: str) -> NotImplementedError:
         return NotImplementedError(
