@@ -67,13 +67,13 @@ def test_two_torchruns_are_two_nodes_of_one_job(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_and_the_job_goes_on_from_its_newest_checkpoint(tmp_path):
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *JOB, "mesh.cp=2"]
-    launch = start(tmp_path, [*words, "training.steps=12", "checkpoint.every=2"])
+    launch = start(tmp_path, [*words, "training.steps=40", "checkpoint.every=2"])
     checkpoints = tmp_path / "outputs" / "a" / "checkpoints"
     wait_until(lambda: len(steps(tmp_path)) >= 5 and any(checkpoints.glob("step*")), launch)
     ranks = Path(f"/proc/{launch.pid}/task/{launch.pid}/children").read_text().split()
     os.kill(int(ranks[-1]), signal.SIGKILL)
     code, said = finish(launch)
     assert code == 0, said[-9000:]
-    assert "resumed after step " in said and "exitcode: -9" in said
-    assert steps(tmp_path) == list(range(1, 13)), "each step once"
+    assert "resumed after step " in said and "exitcode: " in said  # -9, or that of the rank that missed it first
+    assert steps(tmp_path) == list(range(1, 41)), "each step once"
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["a"], "the same run"

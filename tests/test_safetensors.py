@@ -108,6 +108,7 @@ def test_what_was_saved_loads_bitwise(tmp_path, options):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * model.config.num_parameters
     assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("llama")])

@@ -207,6 +207,12 @@ def test_what_the_job_cannot_do_is_refused_by_name(ranks):
         (["model.flavor=9B"], "no Llama 3 flavor '9B'"),
     ]:
         ranks.run_expecting(2, start, JobError, pattern, [*job("small"), *overrides])
+    for overrides, pattern in [
+        (["model.family=gpt5"], r"no family 'gpt5' of torchtitan's models here; families: llama3, qwen3, gpt_oss"),
+        (["mesh.tp=2"], "no tensor parallel plan for a mixture of experts, which layer 0 has; use tp=1"),
+        ([COMPILED], "compile=True for a mixture of experts of torchtitan's"),
+    ]:
+        ranks.run_expecting(2, start, JobError, pattern, [*job("small_gpt_oss"), *overrides])
 
 
 def start_one_key_head(rank: int, world: int) -> None:

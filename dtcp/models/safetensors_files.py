@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,6 +73,8 @@ def write_tensors(
             total = {"total_size": sum(sizes.values())}
             (folder / INDEX_FILE).write_text(json.dumps({"metadata": total, "weight_map": index}))
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        for file in files:  # which safetensors leaves to their owner alone
+            shutil.copymode(folder / CONFIG_FILE, folder / file)
 
 
 def _deal_into_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, list[str]]:
